@@ -1,0 +1,370 @@
+"""The vocabulary where Triton is installed: Gluon's words and the communication primitives.
+
+Words carry the names of the newest Gluon; what an older one (3.6 is the oldest supported) names or does
+otherwise is bridged here. This is the only file of the library with inline PTX.
+"""
+
+import triton
+from triton._C.libtriton import ir
+from triton.experimental.gluon import constexpr_function, jit
+from triton.experimental.gluon import language as _gl
+from triton.experimental.gluon.language import (
+    BlockedLayout,
+    NVMMADistributedLayout,
+    NVMMASharedLayout,
+    SliceLayout,
+    allocate_shared_memory,
+    arange,
+    atomic_add,
+    atomic_cas,
+    atomic_max,
+    atomic_xchg,
+    bfloat16,
+    cdiv,
+    constexpr,
+    convert_layout,
+    exp2,
+    float16,
+    float32,
+    full,
+    int1,
+    int32,
+    int64,
+    load,
+    log2,
+    max,
+    maximum,
+    min,
+    minimum,
+    num_programs,
+    num_warps,
+    program_id,
+    shared_memory_descriptor,
+    static_assert,
+    static_range,
+    store,
+    sum,
+    tensor,
+    warp_specialize,
+    where,
+    zeros,
+)
+from triton.experimental.gluon.language._core import builtin as _builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier as _mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
+
+TRITON_VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
+_RENAMED = TRITON_VERSION >= (3, 7) and hasattr(_tma, "async_load")  # tma.async_load, gl.barrier, ...
+
+tensor_descriptor = _tma.tensor_descriptor
+MBarrierLayout = _mbarrier.MBarrierLayout
+mbarrier_init = _mbarrier.init
+mbarrier_expect = _mbarrier.expect
+mbarrier_arrive = _mbarrier.arrive
+mbarrier_wait = _mbarrier.wait
+mbarrier_invalidate = _mbarrier.invalidate
+
+# Words of a flag block that precede the flags themselves (see Flags).
+ABORT = constexpr(0)
+RECORD = constexpr(1)  # 1: somebody timed out and filled the next four: index, expected, seen, rank
+HEADER_WORDS = constexpr(16)
+
+
+def aggregate(cls):
+    """Mark a class of values that device functions hand around together; `declaration` is the class as written."""
+    made = _aggregate(cls)
+    made.declaration = cls
+    return made
+
+
+@_builtin
+def barrier(_semantic=None):
+    """Barrier among the threads of the calling warp partition."""
+    return (_gl.barrier if hasattr(_gl, "barrier") else _gl.thread_barrier)(_semantic=_semantic)
+
+
+@_builtin
+def tma_load(desc, coord, bar, buf, pred=True, _semantic=None):
+    """Bulk tensor copy, global memory of this rank to shared memory; completes `bar`'s transaction count."""
+    f = _tma.async_load if _RENAMED else _tma.async_copy_global_to_shared
+    return f(desc, coord, bar, buf, pred, _semantic=_semantic)
+
+
+@_builtin
+def tma_store(desc, coord, buf, _semantic=None):
+    """Bulk tensor copy, shared memory to global memory of this rank; completion as `store_async`."""
+    f = _tma.async_store if _RENAMED else _tma.async_copy_shared_to_global
+    return f(desc, coord, buf, _semantic=_semantic)
+
+
+@_builtin
+def _tma_add(desc, coord, buf, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, buf.handle)
+
+
+@_builtin
+def _asm(text, args=(), constraints="", _semantic=None):
+    """PTX for its effect: one throw-away integer result keeps the operation alive."""
+    tail = "," + constraints if constraints else ""
+    _gl.inline_asm_elementwise(
+        text + " mov.u32 $0, 0;", "=r" + tail, list(args), dtype=int32, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+# ---------------------------------------------------------------- tiles to and from any rank
+
+
+@_builtin
+def load_async(pt, rank, coord, buf, bar, pred=True, _semantic=None):
+    """Start a TMA load of one tile from `rank`'s slice of a parallel tensor into shared memory.
+
+    `pt` is a descriptor whose outermost coordinate is the rank; `coord` are the others. The tile is in `buf`
+    when `bar`, which must expect its bytes, completes its phase. Reads through the async proxy: memory that
+    generic accesses (or another rank's, seen through `wait`) touched needs `fence_proxy_async` first.
+    """
+    tma_load(pt, [rank, *coord], bar, buf, pred, _semantic=_semantic)
+
+
+@_builtin
+def store_async(pt, rank, coord, buf, _semantic=None):
+    """Start a TMA store of one tile from shared memory into `rank`'s slice of a parallel tensor.
+
+    `store_read_wait` tells when `buf` may be reused, `store_wait` when the writes are performed. `buf` written by
+    generic stores needs `fence_async_shared` and a barrier first.
+    """
+    tma_store(pt, [rank, *coord], buf, _semantic=_semantic)
+
+
+@_builtin
+def store_add_async(pt, rank, coord, buf, _semantic=None):
+    """Start a TMA reduce-add (bf16, fp16, fp32) of one tile into `rank`'s slice of a parallel tensor.
+
+    Completion as `store_async`. Each element's add is relaxed at gpu scope in PTX; that adds of different GPUs are
+    atomic to one another is relied upon, not promised, and the emulator exempts it by name.
+    """
+    _tma_add(pt, [rank, *coord], buf, _semantic=_semantic)
+
+
+@_builtin
+def broadcast_async(pt, world, coord, buf, _semantic=None):
+    """Start a TMA store of one tile into every rank's slice (a store per peer). Completion as `store_async`."""
+    for rank in range(_gl._unwrap_if_constexpr(world)):
+        tma_store(pt, [rank, *coord], buf, _semantic=_semantic)
+
+
+@_builtin
+def store_read_wait(pending, _semantic=None):
+    """Wait until all but the newest `pending` bulk stores have *read* their buffers, which may then be reused.
+
+    The data may still be in flight: a flag published after this alone is a race. Includes a partition barrier.
+    """
+    _tma.store_wait(pending, _semantic=_semantic)
+
+
+@_builtin
+def store_wait(pending, _semantic=None):
+    """Wait until all but the newest `pending` bulk stores are *performed* in the destination's memory.
+
+    Only the issuing thread knows; a partition `barrier` must stand between this and the `signal` that publishes.
+    """
+    _asm(f"cp.async.bulk.wait_group {_gl._unwrap_if_constexpr(pending)};", _semantic=_semantic)
+
+
+@_builtin
+def fence_proxy_async(_semantic=None):
+    """Order generic accesses before this point with async-proxy (TMA) accesses to global memory after it."""
+    _asm("fence.proxy.async.global;", _semantic=_semantic)
+
+
+# ---------------------------------------------------------------- flags
+
+
+@aggregate
+class Flags:
+    """The flag blocks of all ranks: `[world, stride]` int32, the first HEADER_WORDS of a block reserved.
+
+    A flag is a monotonic 32-bit counter compared by signed difference; it is never reset. `timeout_ns` bounds
+    every `wait`.
+    """
+
+    ptr: tensor
+    stride: tensor
+    rank: tensor
+    world: constexpr
+    timeout_ns: tensor
+
+    @constexpr_function
+    def __init__(self, ptr, stride, rank, world, timeout_ns):
+        self.ptr = ptr
+        self.stride = stride
+        self.rank = rank
+        self.world = constexpr(world)
+        self.timeout_ns = timeout_ns
+
+
+@jit
+def _word(flags, rank, word):
+    return flags.ptr + rank.to(int64) * flags.stride + word
+
+
+@jit
+def signal(flags, rank, index, value):
+    """Store `value` into flag `index` of `rank`: a release at system scope.
+
+    Publishes what the issuing partition has performed; after bulk stores that is `store_wait(0)`, then `barrier()`.
+    """
+    atomic_xchg(_word(flags, rank, HEADER_WORDS + index), value, sem="release", scope="sys")
+
+
+@jit
+def signal_all(flags, index, value):
+    """`signal` to every rank, this one included, the next rank first."""
+    for i in range(1, flags.world + 1):
+        signal(flags, (flags.rank + i) % flags.world, index, value)
+
+
+@_builtin
+def _spin(flag, abort, expected, timeout_ns, _semantic=None):
+    """Every thread polls with acquire loads until the flag is reached, the group aborted or time is up."""
+    text = """{
+        .reg .pred p; .reg .b32 v; .reg .b64 t0, t1;
+        mov.u64 t0, %globaltimer;
+        AGAIN:
+        ld.acquire.sys.global.b32 v, [$1];
+        sub.s32 v, v, $3;
+        setp.ge.s32 p, v, 0;
+        @p bra DONE;
+        ld.relaxed.sys.global.b32 v, [$2];
+        setp.ne.s32 p, v, 0;
+        @p bra DONE;
+        mov.u64 t1, %globaltimer;
+        sub.u64 t1, t1, t0;
+        setp.lt.u64 p, t1, $4;
+        @p bra AGAIN;
+        DONE:
+        }"""
+    handles = [_semantic.to_tensor(x).handle for x in (flag, abort, expected, timeout_ns)]
+    _semantic.builder.create_inline_asm(
+        text + " mov.u32 $0, 0;", "=r,l,l,r,l", handles, [int32.to_ir(_semantic.builder)], False, 1
+    )
+
+
+@jit
+def wait(flags, index, expected):
+    """Wait until flag `index` of this rank has reached `expected`: an acquire at system scope by the whole partition.
+
+    Returns whether it has. When `flags.timeout_ns` pass first, the first waiter records (index, expected, seen, rank)
+    in every rank's block and raises every rank's abort word; from then on every wait returns at once. A TMA access to
+    memory that the flag covers needs `fence_proxy_async` after this.
+    """
+    flag = _word(flags, flags.rank, HEADER_WORDS + index)
+    _spin(flag, _word(flags, flags.rank, ABORT), expected, flags.timeout_ns)
+    barrier()
+    # One thread's answer is told to all: control flow of a partition must not diverge.
+    seen = atomic_add(flag, 0, sem="acquire", scope="sys")
+    reached = seen - expected >= 0
+    if not reached:
+        for peer in range(flags.world):
+            block = _word(flags, flags.rank * 0 + peer, 0)
+            if atomic_cas(block + RECORD, 0, 1, sem="relaxed", scope="sys") == 0:
+                atomic_xchg(block + RECORD + 1, index, sem="relaxed", scope="sys")
+                atomic_xchg(block + RECORD + 2, expected, sem="relaxed", scope="sys")
+                atomic_xchg(block + RECORD + 3, seen, sem="relaxed", scope="sys")
+                atomic_xchg(block + RECORD + 4, flags.rank, sem="relaxed", scope="sys")
+            atomic_xchg(block + ABORT, 1, sem="release", scope="sys")
+    return reached
+
+
+@jit
+def barrier_all(flags, index, epoch):
+    """All ranks meet: flags `index` to `index + world - 1` of each take `epoch`, one per source rank.
+
+    Safe back to back with growing epochs. Publishes and acquires like `signal` and `wait`; returns whether all came.
+    """
+    barrier()
+    for i in range(1, flags.world + 1):
+        signal(flags, (flags.rank + i) % flags.world, index + flags.rank, epoch)
+    met = flags.rank >= 0
+    for peer in range(flags.world):
+        met = met & wait(flags, index + peer, epoch)
+    return met
+
+
+# ---------------------------------------------------------------- sums over ranks
+
+
+@jit
+def reduce(ptrs, stride, world: constexpr):
+    """Sum over all ranks of the elements at `ptrs` (a tile of pointers into rank 0's slice), in float32.
+
+    Plain loads from the peers in rank order: the result does not depend on timing. `stride` is the distance of
+    two ranks' slices in elements.
+    """
+    total = load(ptrs).to(float32)
+    for peer in range(1, world):
+        total += load(ptrs + stride.to(int64) * peer).to(float32)
+    return total
+
+
+@jit
+def all_reduce(ptrs, stride, world: constexpr):
+    """`reduce`, the rounded sum then stored back to every rank's slice; returns it in float32.
+
+    The caller owns these elements: no other rank may touch them in the meantime.
+    """
+    total = reduce(ptrs, stride, world)
+    for peer in range(world):
+        store(ptrs + stride.to(int64) * peer, total.to(ptrs.dtype.element_ty))
+    return total
+
+
+@_builtin
+def multimem_load_reduce(ptrs, _semantic=None):
+    """Sum over all ranks in the fabric (multimem.ld_reduce, float32 accumulation) of 16-bit floats.
+
+    `ptrs` is a tile of multicast addresses whose layout gives a thread eight consecutive elements. Only for
+    multicast addresses; `fence_proxy_alias` stands between these and unicast accesses to the same memory.
+    """
+    ty = ptrs.dtype.element_ty
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[ty.name]
+    text = f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{kind} {{$0, $1, $2, $3}}, [$4];"
+    return _gl.inline_asm_elementwise(
+        text, "=r,=r,=r,=r" + ",l" * 8, [ptrs], dtype=ty, is_pure=False, pack=8, _semantic=_semantic
+    )
+
+
+@_builtin
+def multimem_store(ptrs, value, _semantic=None):
+    """Store 16-bit floats to every rank at once (multimem.st); addresses and layout as `multimem_load_reduce`."""
+    _multimem_write("st.relaxed.sys.global", ptrs, value, _semantic)
+
+
+@_builtin
+def multimem_add(ptrs, value, _semantic=None):
+    """Add 16-bit floats to every rank's memory at once (multimem.red); addresses and layout as above."""
+    _multimem_write("red.relaxed.sys.global.add", ptrs, value, _semantic)
+
+
+def _multimem_write(instruction, ptrs, value, semantic):
+    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[ptrs.dtype.element_ty.name]
+    # Eight one-byte results, in two registers, are thrown away; eight addresses, of which the first is used; values.
+    text = f"multimem.{instruction}.v4.{kind} [$2], {{$10, $11, $12, $13}}; mov.u32 $0, 0; mov.u32 $1, 0;"
+    registers = "=r,=r" + ",l" * 8 + ",r" * 4
+    _gl.inline_asm_elementwise(
+        text, registers, [ptrs, value], dtype=_gl.int8, is_pure=False, pack=8, _semantic=semantic
+    )
+
+
+@_builtin
+def fence_proxy_alias(_semantic=None):
+    """Order accesses through multicast and through unicast addresses of the same memory."""
+    _asm("fence.proxy.alias;", _semantic=_semantic)
