@@ -1,0 +1,48 @@
+# Every target sets up what it needs: `make run` and `make test` each work in a fresh clone.
+#
+#   make run     the main job: in the emulator without a GPU, on virtual ranks with one, one process per GPU with several
+#   make test    the test suite            ARGS="-k name" passes arguments on
+#   make lint    ruff and mypy
+#   make docs    checks the documentation: links, Python blocks, printed output
+#   make bench   how fast the emulator runs a schedule on this machine
+#   make clean   removes everything that make made
+
+# Pytest workers; the suite is written for two.
+JOBS ?= 2
+ARGS ?=
+BIN := .venv/bin
+# The oldest supported Triton, beside the environment's own, for the tests that compile every kernel with both.
+OLD_TRITON := .cache/triton-3.6.0
+INPUTS := pyproject.toml constraints-cpu.txt scripts/setup.sh
+
+.PHONY: run test lint docs bench clean
+
+run: .venv/.run-ready
+	$(BIN)/tileweave run matmul_reduce_scatter $(ARGS)
+
+test: .venv/.dev-ready $(OLD_TRITON)/.ready
+	TILEWEAVE_OLD_TRITON=$(abspath $(OLD_TRITON)) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: .venv/.dev-ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: .venv/.dev-ready
+	$(BIN)/python -m pytest tests/test_docs.py $(ARGS)
+
+bench: .venv/.dev-ready
+	$(BIN)/python benchmarks/emulator_speed.py $(ARGS)
+
+clean:
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.run-ready: $(INPUTS)
+	scripts/setup.sh run
+
+.venv/.dev-ready: $(INPUTS)
+	scripts/setup.sh dev
+
+$(OLD_TRITON)/.ready: | .venv/.dev-ready
+	scripts/old_triton.sh $(OLD_TRITON)

@@ -1,0 +1,28 @@
+"""What every test shares: one thread per process, and skipping what this machine has no hardware for."""
+
+import os
+
+# Tests run side by side and start processes of their own: more threads than cores would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def _hopper_gpus() -> int:
+    """The number of sm_90 GPUs in reach."""
+    if not torch.cuda.is_available():
+        return 0
+    return sum(torch.cuda.get_device_capability(index) == (9, 0) for index in range(torch.cuda.device_count()))
+
+
+def pytest_collection_modifyitems(items):
+    """Skip tests marked gpu or multigpu where the GPUs are missing, with the reason."""
+    gpus = _hopper_gpus()
+    needs = {"gpu": 1, "multigpu": 2}
+    for item in items:
+        for marker, count in needs.items():
+            if item.get_closest_marker(marker) and gpus < count:
+                item.add_marker(pytest.mark.skip(reason=f"needs {count} Hopper GPU(s), found {gpus}"))
