@@ -45,7 +45,6 @@ from triton.experimental.gluon.language import (
     store,
     sum,
     tensor,
-    warp_specialize,
     where,
     zeros,
 )
@@ -89,6 +88,16 @@ def aggregate(cls):
 def barrier(_semantic=None):
     """Barrier among the threads of the calling warp partition."""
     return (_gl.barrier if hasattr(_gl, "barrier") else _gl.thread_barrier)(_semantic=_semantic)
+
+
+@_builtin
+def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs, _semantic=None, _generator=None):
+    """Run one function per warp partition; the first in the default one. Functions may be constexpr parameters."""
+    unwrap = _gl._unwrap_if_constexpr
+    functions_and_args = [(unwrap(function), args) for function, args in functions_and_args]
+    return _gl.warp_specialize(
+        functions_and_args, worker_num_warps, worker_num_regs, _semantic=_semantic, _generator=_generator
+    )
 
 
 @_builtin
