@@ -1,0 +1,104 @@
+"""What joins the ranks of a group: `fabric_of` finds it, `virtual_world` makes one within this process."""
+
+from functools import cache
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from tileweave.fabric.base import Channel, Fabric, FabricTimeout
+from tileweave.fabric.capability import cuda_refusal, sms_per_rank
+from tileweave.fabric.distributed import DistributedFabric
+from tileweave.fabric.emulated import EmulatedWorld
+from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
+from tileweave.fabric.world import VirtualGroup, World, current_group
+
+__all__ = [
+    "Channel", "Fabric", "FabricTimeout", "Group", "VirtualGroup", "World",
+    "cuda_refusal", "fabric_of", "virtual_world",
+]  # fmt: skip
+
+Group: TypeAlias = VirtualGroup | dist.ProcessGroup | DeviceMesh | None
+EMULATED_SMS = 4
+
+
+def fabric_of(group: Group, device: torch.device | str) -> Fabric:
+    """The fabric of a group for tensors on `device`.
+
+    `group` is what `World.run` hands to a rank, a ProcessGroup or a 1-D DeviceMesh. None means the world that the
+    calling thread is a rank of, else the default process group, else this process alone.
+    TypeError for anything else; ValueError if the group has no fabric for the device or this process is no member.
+    """
+    device = _indexed(torch.device(device))
+    if group is None:
+        group = current_group() or (dist.group.WORLD if dist.is_initialized() else None)
+    if isinstance(group, VirtualGroup):
+        fabric = group.world.fabric(group.rank)
+        if device != fabric.device:
+            raise ValueError(
+                f"device: the ranks of this {fabric.backend} world compute on {fabric.device}, got tensors on {device}"
+            )
+        return fabric
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a 1-D DeviceMesh, got {group.ndim} dimensions {group.mesh_dim_names or ''}: "
+                "take one of them, as in mesh['tp']"
+            )
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not a member of the group")
+    if isinstance(group, dist.ProcessGroup):
+        return DistributedFabric(group, device)
+    if group is None:
+        return DistributedFabric(None, device) if cuda_refusal(device) else VirtualFabric(_alone(device), 0)
+    raise TypeError(
+        "group: expected a torch.distributed ProcessGroup, a 1-D DeviceMesh, the group that world.run gives to a rank, "
+        f"or None, got {type(group).__name__}"
+    )
+
+
+def virtual_world(
+    n: int, device: str = "auto", *, seed: int = 0, sms: int | None = None, timeout: float = 60.0
+) -> World:
+    """A world of `n` ranks within this process, to be used as a context manager.
+
+        with virtual_world(4) as world:
+            results = world.run(lambda rank, group: ...)
+
+    `device`   "cpu": emulated ranks; "cuda": virtual ranks that share one Hopper GPU; "auto": "cuda" where that works
+    `seed`     of the emulator's schedules (CPU only)
+    `sms`      SMs per rank; by default 4 in the emulator, an equal share of the GPU's otherwise
+    `timeout`  seconds that a kernel waits for a peer, and a host thread for the others, before it gives up
+
+    ValueError for impossible arguments; RuntimeError for "cuda" where there is no Hopper GPU or no Triton.
+    """
+    if n < 1:
+        raise ValueError(f"n: expected at least 1 rank, got {n}")
+    if timeout <= 0:
+        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
+    if sms is not None and sms < 1:
+        raise ValueError(f"sms: expected at least 1 SM per rank, got {sms}")
+    if device == "auto":
+        device = "cpu" if cuda_refusal("cuda") else "cuda"
+    kind = torch.device(device)
+    if kind.type == "cpu":
+        return EmulatedWorld(n, seed, sms or EMULATED_SMS, timeout)
+    refusal = cuda_refusal(kind)
+    if refusal:
+        raise RuntimeError(f"device: virtual ranks cannot run on {device!r}: {refusal}; device='cpu' emulates them")
+    return VirtualWorld(n, _indexed(kind), sms_per_rank(n, kind, sms), timeout)
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """A device with its number, so that "cuda" equals the current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+@cache
+def _alone(device: torch.device) -> VirtualWorld:
+    """The world of a process without a process group: one rank, which has the whole GPU."""
+    return VirtualWorld(1, device, sms_per_rank(1, device, None), 60.0)

@@ -1,0 +1,150 @@
+"""What every fabric offers: the ranks of a group, memory they share, launches of kernels that wait for peers."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tileweave import lang
+
+# Words of a flag block, as in lang.wait: RECORD is followed by index, expected, seen, rank.
+HEADER_WORDS: int = lang.HEADER_WORDS.value
+ABORT: int = lang.ABORT.value
+RECORD: int = lang.RECORD.value
+FLAGS = 64
+BLOCK_WORDS = HEADER_WORDS + FLAGS
+STATE_WORDS = 64
+REDUCTIONS = ("sum", "avg")
+
+
+class FabricTimeout(RuntimeError):
+    """A kernel waited for a peer's flag longer than the world's timeout.
+
+    Fields: `op` (the op whose channel it was), `rank` (that waited), `index` (of the flag), `expected` and `seen` (its
+    values). The results of the calls in flight are poisoned with NaN; the world can be used again.
+    """
+
+    def __init__(self, op: str, rank: int, index: int, expected: int, seen: int):
+        self.op, self.rank, self.index, self.expected, self.seen = op, rank, index, expected, seen
+        super().__init__(
+            f"{op}: rank {rank} waited in vain for its flag {index}: expected at least {expected}, last seen {seen}"
+        )
+
+
+@dataclass
+class Channel:
+    """One rank's view of the memory that an op's kernels communicate through. Owned by the fabric.
+
+    `flags`    int32 [world, BLOCK_WORDS], parallel: HEADER_WORDS words of header, FLAGS flags each; zero at first
+    `state`    int32 [STATE_WORDS], this rank's own: epoch and counters; zero at first
+    `adding`   uint8 [world, 2 * n], parallel: two slots of n bytes; all zero whenever no call is in flight
+    `staging`  uint8 [world, 2 * m], parallel: two slots of m bytes, contents undefined
+    `timeout_ns` bounds every wait on the flags.
+
+    n and m are at least what was asked for; the distance of two ranks' slices is a multiple of 256 bytes.
+    """
+
+    op: str
+    flags: torch.Tensor
+    state: torch.Tensor
+    adding: torch.Tensor
+    staging: torch.Tensor
+    timeout_ns: int
+
+
+class Fabric(ABC):
+    """One rank's side of what joins the ranks of a group.
+
+    `backend`     "emulated", "virtual", "processes" or "fallback"
+    `rank`, `world_size`
+    `device`      where this rank's tensors live
+    `sms`         how many SMs this rank's kernels may use, which is the largest grid of `launch`; 0: no kernels
+    """
+
+    backend: str
+    rank: int
+    world_size: int
+    device: torch.device
+    sms: int
+
+    @abstractmethod
+    def refusal(self) -> str | None:
+        """Why fused kernels cannot run here; None if they can."""
+
+    @abstractmethod
+    def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
+        """The memory for a call of `op` with slots of at least these sizes in bytes.
+
+        Collective when it must grow, so all ranks give the same arguments. Growing waits for all earlier launches of
+        all ranks; sizes never shrink. While a CUDA graph is being captured it raises RuntimeError instead of growing.
+        """
+
+    @abstractmethod
+    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+        """Enqueue `kernel` with `grid` CTAs (at most `sms`) on this rank's current stream. Collective."""
+
+    @abstractmethod
+    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
+        """All ranks meet; `action` of one of them runs once, and all return its result."""
+
+    @abstractmethod
+    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """`reduce_scatter` of checked arguments."""
+
+    def reduce_scatter(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Sum ("sum") or mean ("avg") over the ranks of `x` [M, ...], of which rank r returns rows r * M / world on.
+
+        `x` is left as it is; the result is a new tensor [M / world, ...] of its dtype, on this rank's current stream.
+        ValueError if M is no multiple of the world size or `op` is unknown.
+        """
+        if op not in REDUCTIONS:
+            raise ValueError(f"op: expected one of {', '.join(REDUCTIONS)}, got {op!r}")
+        if x.dim() == 0 or x.shape[0] % self.world_size:
+            raise ValueError(
+                f"x: the first dimension must be a multiple of the world size {self.world_size}, "
+                f"got shape {tuple(x.shape)}"
+            )
+        return self._reduce_scatter(x, op)
+
+    def check_grid(self, kernel: Any, grid: int) -> None:
+        """Raise ValueError unless all CTAs of a grid of this size can be resident at once."""
+        if not 1 <= grid <= self.sms:
+            raise ValueError(
+                f"grid: CTAs of {kernel.__name__} wait for each other, so all must be resident: "
+                f"expected 1 to {self.sms} (the SMs of a rank), got {grid}"
+            )
+
+
+class Abandoned(RuntimeError):
+    """Thrown in a rank that waits for another one which has failed or returned."""
+
+
+@dataclass
+class Outcome:
+    """What an action left: its value, or the error that every rank raises."""
+
+    value: Any = None
+    error: BaseException | None = None
+
+    @classmethod
+    def of(cls, action: Callable[[], Any]) -> "Outcome":
+        """Run `action` and keep what comes of it."""
+        try:
+            return cls(value=action())
+        except Exception as error:
+            return cls(error=error)
+
+    def get(self) -> Any:
+        """The value; raises the error if there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
+def check_labels(labels: Sequence[Hashable]) -> None:
+    """Raise RuntimeError unless all ranks have come for the same thing."""
+    if len(set(labels)) > 1:
+        each = "; ".join(f"rank {rank} at {label}" for rank, label in enumerate(labels))
+        raise RuntimeError(f"the ranks of a group must make the same calls in the same order, but met with {each}")

@@ -1,0 +1,66 @@
+"""Groups of torch.distributed, and a process that is alone: no fused kernels yet, the group's own collectives."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from tileweave.fabric.base import Channel, Fabric
+from tileweave.fabric.capability import cuda_refusal
+
+
+class DistributedFabric(Fabric):
+    """This process's side of a process group; `group` None stands for a process alone, which needs no group.
+
+    ValueError if this process is no member of the group.
+    """
+
+    backend = "fallback"
+    sms = 0
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device):
+        self.group, self.device = group, device
+        self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
+        if self.rank < 0:
+            raise ValueError("group: this process is not a member of the group")
+
+    def refusal(self) -> str:
+        if self.device.type == "cpu":
+            return "CPU tensors outside an emulated world (tileweave.virtual_world): torch.matmul and torch.distributed"
+        reason = cuda_refusal(self.device) or "peer memory between processes is not implemented yet"
+        return f"{reason}: torch.matmul and torch.distributed"
+
+    def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
+        """Raises RuntimeError: there is no peer memory."""
+        self._refuse(op)
+
+    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+        """Raises RuntimeError: there are no kernels."""
+        self._refuse(kernel.__name__)
+
+    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
+        """All ranks meet; `action` of the group's first rank runs, its (picklable) result goes to all."""
+        result = [action() if action and self.rank == 0 else None]
+        if self.group:
+            dist.broadcast_object_list(result, group=self.group, group_src=0)
+            dist.barrier(self.group)
+        return result[0]
+
+    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        """`dist.reduce_scatter_tensor`. Gloo, which lacks means in older versions, sums and then divides."""
+        if self.group is None:
+            return x.clone()
+        out = x.new_empty(x.shape[0] // self.world_size, *x.shape[1:])
+        averages = op == "avg" and self._collectives() == "nccl"
+        dist.reduce_scatter_tensor(
+            out, x.contiguous(), op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=self.group
+        )
+        return out if averages or op == "sum" else out.div_(self.world_size)
+
+    def _collectives(self) -> str:
+        """Name of the backend that serves this device's tensors."""
+        return self.group._get_backend(self.device).name() if self.group else ""
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(f"{what}: no fused kernels here: {self.refusal()}")

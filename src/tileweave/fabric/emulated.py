@@ -1,0 +1,70 @@
+"""Emulated ranks: the kernels' source runs on the CPU, under schedules drawn from a seed."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from tileweave.fabric.base import Outcome
+from tileweave.fabric.world import World, WorldFabric
+
+T = TypeVar("T")
+
+
+class EmulatedWorld(World):
+    """Ranks in the emulator, with `sms` CTAs of a rank resident at a time.
+
+    Each `run` has a schedule of its own, drawn from `seed` plus the number of runs before it, so that a program
+    replays exactly.
+    """
+
+    backend = "emulated"
+
+    def __init__(self, size: int, seed: int, sms: int, timeout: float):
+        super().__init__(size, torch.device("cpu"), sms, timeout)
+        self.seed = seed
+        self._machine: Any = None
+        self.deposits: list[Any] = [None] * size
+
+    def _make_fabric(self, rank: int) -> "EmulatedFabric":
+        return EmulatedFabric(self, rank)
+
+    def _run(self, body: Callable[[int], T]) -> list[T]:
+        from tileweave import emulator
+
+        self._machine = emulator.World(self.size, seed=self.seed, sms=self.sms)
+        self.seed += 1
+        try:
+            return self._machine.run(body)
+        except BaseException:
+            self.workspace.clear()  # a call was cut short: flags and slots are in no known state
+            raise
+        finally:
+            self._machine = None
+
+
+class EmulatedFabric(WorldFabric):
+    """One rank of an emulated world."""
+
+    world: EmulatedWorld
+
+    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+        """Run the kernel; returns when its CTAs and their asynchronous operations have ended."""
+        self.check_grid(kernel, grid)
+        self.world._machine.launch(kernel, (grid,), *args, num_warps=num_warps)
+
+    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        parts = self.exchange(f"reduce_scatter({tuple(x.shape)}, {op})", x, list)
+        total = reduce_rows(parts, self.rank, op)
+        self.rendezvous()  # the peers may change their x only when all have read it
+        return total
+
+    def _meet(self, deposit: Any, act: Callable[[list[Any]], Outcome]) -> Outcome:
+        self.world.deposits[self.rank] = deposit
+        return self.world._machine.rendezvous(lambda: act(list(self.world.deposits)))
+
+
+def reduce_rows(parts: Sequence[torch.Tensor], rank: int, op: str) -> torch.Tensor:
+    """Sum or mean of all ranks' tensors, of which only `rank`'s share of the rows; rounded once."""
+    rows = torch.stack([part.chunk(len(parts))[rank] if part.shape[0] else part for part in parts])
+    return rows.sum(0) if op == "sum" else rows.mean(0)

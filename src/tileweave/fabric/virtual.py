@@ -1,0 +1,159 @@
+"""Virtual ranks: n ranks in this process on one GPU, a thread, a stream and an equal share of the SMs each.
+
+Kernels of different ranks wait for each other, which makes the host's part delicate. Compiling is harmless, but loading
+a module, or allocating, may wait for the whole device, hence for a kernel that waits for a peer whose launch is still
+to come. So a launch is a meeting: when all ranks have arrived, with all their earlier work enqueued, one thread loads
+what is not loaded yet and then enqueues the kernels of all ranks, with nothing in between.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from tileweave.fabric.base import Abandoned, Outcome
+from tileweave.fabric.emulated import reduce_rows
+from tileweave.fabric.meeting import Meeting
+from tileweave.fabric.world import World, WorldFabric
+
+T = TypeVar("T")
+
+
+@dataclass
+class Launch:
+    """A rank's part of a launch: a compiled kernel, its grid and arguments, the stream's handle."""
+
+    kernel: Any
+    grid: int
+    args: Sequence[Any]
+    stream: int
+    capturing: bool
+
+
+class VirtualWorld(World):
+    """Ranks on one Hopper GPU. `run` waits for the GPU before it returns; FabricTimeout if a kernel waited in vain."""
+
+    backend = "virtual"
+
+    def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
+        super().__init__(size, device, sms, timeout)
+        self.meeting = Meeting(size, timeout)
+        self._streams = [torch.cuda.Stream(device) for _ in range(size)]
+        self._compiling = threading.Lock()
+
+    def compile(self, kernel: Any, grid: int, args: Sequence[Any], num_warps: int) -> Any:
+        """The compiled variant of a kernel for these arguments, not necessarily loaded."""
+        with self._compiling:  # ranks want the same variants: compile each once
+            return kernel.warmup(*args, grid=(grid,), num_warps=num_warps)
+
+    def close(self) -> None:
+        """Wait for the GPU, then release the world's memory."""
+        torch.cuda.synchronize(self.device)
+        super().close()
+
+    def check(self) -> None:
+        """Wait for the GPU. FabricTimeout if a kernel has waited in vain; the world's memory is then made anew."""
+        torch.cuda.synchronize(self.device)
+        timeout = self.workspace.timed_out()
+        if timeout is not None:
+            self.workspace.clear()
+            raise timeout
+
+    def _make_fabric(self, rank: int) -> "VirtualFabric":
+        return VirtualFabric(self, rank)
+
+    def _run(self, body: Callable[[int], T]) -> list[T]:
+        self.meeting = Meeting(self.size, self.timeout)
+        outcomes = [Outcome() for _ in range(self.size)]
+        caller = torch.cuda.current_stream(self.device)
+
+        def thread(rank: int) -> None:
+            try:
+                with torch.cuda.device(self.device), torch.cuda.stream(self._streams[rank]):
+                    outcomes[rank].value = body(rank)
+                self.meeting.leave(rank, "has returned")
+            except BaseException as error:
+                outcomes[rank].error = error
+                self.meeting.leave(rank, f"has failed ({type(error).__name__}: {error})")
+
+        for stream in self._streams:
+            stream.wait_stream(caller)
+        threads = [threading.Thread(target=thread, args=(r,), name=f"rank {r}") for r in range(self.size)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        for stream in self._streams:
+            caller.wait_stream(stream)
+        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+        if errors:
+            self._recover(next((error for error in errors if not isinstance(error, Abandoned)), errors[0]))
+        self.check()
+        return [outcome.value for outcome in outcomes]
+
+    def _recover(self, error: BaseException) -> NoReturn:
+        """Make the world usable again after a rank has failed, and raise its error. Waits in kernels are bounded."""
+        try:
+            torch.cuda.synchronize(self.device)
+        except RuntimeError as failure:
+            error.add_note(f"The GPU is no longer usable: {failure}")
+        self.workspace.clear()
+        raise error
+
+
+class VirtualFabric(WorldFabric):
+    """One rank of a virtual world."""
+
+    world: VirtualWorld
+
+    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+        """Enqueue the kernel on this rank's current stream, when all ranks have come with the same kernel and grid."""
+        self.check_grid(kernel, grid)
+        compiled = self.world.compile(kernel, grid, args, num_warps)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        mine = Launch(compiled, grid, args, stream, torch.cuda.is_current_stream_capturing())
+        self.exchange(f"launch of {kernel.__name__} with {grid} CTAs", mine, launch_all)
+
+    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        label = f"reduce_scatter({tuple(x.shape)}, {op})"
+        parts = self._gather(label, x)
+        total = reduce_rows(parts, self.rank, op)
+        self._gather(label, None)  # the peers' streams may change or free their x only when all have read it
+        return total
+
+    def _gather(self, label: str, value: T) -> list[T]:
+        """All ranks' values; this rank's stream waits for what the peers' streams have been given so far."""
+        stream = torch.cuda.current_stream(self.device)
+        deposits = self.exchange(label, (stream.record_event(), value), list)
+        for event, _ in deposits:
+            stream.wait_event(event)
+        return [value for _, value in deposits]
+
+    def _check_growth(self, op: str) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{op}: its workspace must grow, which cannot be captured in a CUDA graph: "
+                "call it once with this shape before the capture (warm up)"
+            )
+
+    def _quiesce(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _meet(self, deposit: Any, act: Callable[[list[Any]], Outcome]) -> Outcome:
+        return self.world.meeting.meet(self.rank, deposit, act)
+
+
+def launch_all(launches: Sequence[Launch]) -> None:
+    """Load what is not loaded, then enqueue the kernels of all ranks; the calling thread is one rank's."""
+    for launch in launches:
+        if launch.kernel.module is None:
+            if launch.capturing:
+                raise RuntimeError(
+                    f"{launch.kernel.name}: a kernel cannot be loaded while a CUDA graph is captured: "
+                    "call the op once with these shapes before the capture (warm up)"
+                )
+            launch.kernel._init_handles()
+    for launch in launches:
+        launch.kernel[(launch.grid, 1, 1)](*launch.args, stream=launch.stream)

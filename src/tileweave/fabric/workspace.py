@@ -1,0 +1,83 @@
+"""The memory of worlds whose ranks share one address space: channels by op, and the rule by which they grow.
+
+A parallel tensor is here a plain tensor [world, n]. A slot's size is the largest that was ever asked for, rounded up
+to a granule: it depends on the sequence of calls alone, so all ranks grow at the same call.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from tileweave.fabric.base import ABORT, BLOCK_WORDS, HEADER_WORDS, RECORD, STATE_WORDS, Channel, FabricTimeout
+
+CUDA_GRANULE = 2 << 20
+EMULATED_GRANULE = 256
+
+
+@dataclass
+class Shared:
+    """The memory of one op's channels, of all ranks."""
+
+    flags: torch.Tensor
+    state: torch.Tensor
+    adding: torch.Tensor
+    staging: torch.Tensor
+
+    @property
+    def adding_bytes(self) -> int:
+        """Bytes of one adding slot."""
+        return self.adding.shape[1] // 2
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of one staging slot."""
+        return self.staging.shape[1] // 2
+
+
+class Workspace:
+    """The channels of all ranks of a world."""
+
+    def __init__(self, world: int, device: torch.device, timeout_ns: int):
+        self.world, self.device, self.timeout_ns = world, device, timeout_ns
+        self.granule = CUDA_GRANULE if device.type == "cuda" else EMULATED_GRANULE
+        self.ops: dict[str, Shared] = {}
+
+    def find(self, op: str, rank: int, adding_bytes: int, staging_bytes: int) -> Channel | None:
+        """A rank's channel, or None where it has to grow first."""
+        shared = self.ops.get(op)
+        if shared is None or adding_bytes > shared.adding_bytes or staging_bytes > shared.staging_bytes:
+            return None
+        return Channel(op, shared.flags, shared.state[rank], shared.adding, shared.staging, self.timeout_ns)
+
+    def grow(self, op: str, adding_bytes: int, staging_bytes: int) -> None:
+        """Make room for slots of these sizes. One caller, while no rank has work in flight; flags and state persist."""
+        old = self.ops.get(op)
+        adding = self._slots(adding_bytes, old.adding if old else None)
+        staging = self._slots(staging_bytes, old.staging if old else None)
+        if old:
+            self.ops[op] = Shared(old.flags, old.state, adding, staging)
+        else:
+            self.ops[op] = Shared(self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS), adding, staging)
+
+    def timed_out(self) -> FabricTimeout | None:
+        """What the kernels of some channel have recorded, if a wait has timed out. Synchronizes with the device."""
+        for op, shared in self.ops.items():
+            for header in shared.flags[:, :HEADER_WORDS].tolist():
+                if header[ABORT] or header[RECORD]:
+                    index, expected, seen, rank = header[RECORD + 1 : RECORD + 5]
+                    return FabricTimeout(op, rank, index, expected, seen)
+        return None
+
+    def clear(self) -> None:
+        """Forget all channels: the next call of an op makes new ones. No rank has work in flight."""
+        self.ops.clear()
+
+    def _slots(self, nbytes: int, old: torch.Tensor | None) -> torch.Tensor:
+        """Two zeroed slots per rank, at least one granule each; the old ones if they are large enough."""
+        size = max(-(-nbytes // self.granule), 1) * self.granule
+        if old is not None and 2 * size <= old.shape[1]:
+            return old
+        return torch.zeros(self.world, 2 * size, dtype=torch.uint8, device=self.device)
+
+    def _zeros(self, words: int) -> torch.Tensor:
+        return torch.zeros(self.world, words, dtype=torch.int32, device=self.device)

@@ -1,0 +1,167 @@
+"""Worlds whose ranks are threads of one process: running them, and what their fabrics have in common."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+
+from tileweave.fabric.base import Channel, Fabric, Outcome, check_labels
+from tileweave.fabric.workspace import Workspace
+
+T = TypeVar("T")
+_thread = threading.local()
+
+
+@dataclass(frozen=True)
+class VirtualGroup:
+    """The group that `World.run` hands to a rank; stands wherever a process group may."""
+
+    world: "World"
+    rank: int
+
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.world.size
+
+
+def current_group() -> VirtualGroup | None:
+    """The group of the world that this thread is a rank of, if it is one."""
+    return getattr(_thread, "group", None)
+
+
+class World(ABC):
+    """`size` ranks in this process, a thread each, on `device`; a context manager. One `run` at a time.
+
+    The memory that kernels communicate through belongs to the world and persists from run to run.
+    """
+
+    backend: str
+
+    def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
+        self.size, self.device, self.sms, self.timeout = size, device, sms, timeout
+        self.workspace = Workspace(size, device, int(timeout * 1e9))
+        self._running = threading.Lock()
+        self._closed = False
+        self._fabrics: list[Fabric] | None = None
+
+    def run(self, fn: Callable[[int, VirtualGroup], T]) -> list[T]:
+        """Call `fn(rank, group)` once per rank, a thread each, and return the results in rank order.
+
+        Inside, `group=None` means this world. The caller's grad mode holds in all ranks. If a rank raises, those that
+        wait for it are released and its exception is raised here. RuntimeError if the world is closed or running.
+        """
+        if self._closed:
+            raise RuntimeError("this world is closed: call run inside its `with` block")
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError("this world is running already: its ranks cannot start another run of it")
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+        def body(rank: int) -> T:
+            group = VirtualGroup(self, rank)
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), _inside(group):
+                return fn(rank, group)
+
+        try:
+            self._fabrics = [self._make_fabric(rank) for rank in range(self.size)]
+            return self._run(body)
+        finally:
+            self._fabrics = None
+            self._running.release()
+
+    def fabric(self, rank: int) -> Fabric:
+        """A rank's fabric. RuntimeError outside of `run`."""
+        if self._fabrics is None:
+            raise RuntimeError("group: this world is not running; use its groups inside world.run only")
+        return self._fabrics[rank]
+
+    def close(self) -> None:
+        """Release the world's memory. It cannot run afterwards."""
+        self._closed = True
+        self.workspace.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @abstractmethod
+    def _make_fabric(self, rank: int) -> Fabric:
+        """A rank's fabric for one run."""
+
+    @abstractmethod
+    def _run(self, body: Callable[[int], T]) -> list[T]:
+        """Call `body(rank)` on a thread per rank, join all, raise the first failure."""
+
+
+class WorldFabric(Fabric):
+    """What the fabrics of such worlds share: growth and the exchange of values between threads."""
+
+    def __init__(self, world: World, rank: int):
+        self.world, self.rank = world, rank
+        self.backend, self.world_size, self.device, self.sms = world.backend, world.size, world.device, world.sms
+
+    def refusal(self) -> str | None:
+        return None
+
+    def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
+        found = self.world.workspace.find(op, self.rank, adding_bytes, staging_bytes)
+        if found is not None:
+            return found
+        self._check_growth(op)
+
+        def grow(_: Sequence[Any]) -> None:
+            self._quiesce()
+            self.world.workspace.grow(op, adding_bytes, staging_bytes)
+            self._quiesce()
+
+        label = f"channel({op!r}, adding_bytes={adding_bytes}, staging_bytes={staging_bytes})"
+        self.exchange(label, None, grow)
+        grown = self.world.workspace.find(op, self.rank, adding_bytes, staging_bytes)
+        assert grown is not None
+        return grown
+
+    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
+        return self.exchange("rendezvous", None, lambda _: action() if action else None)
+
+    def exchange(self, label: str, value: Any, action: Callable[[list[Any]], T]) -> T:
+        """All ranks meet with a value; `action(values)` runs once, values in rank order, and all return its result.
+
+        RuntimeError on every rank if the labels differ. An error in the action is raised on every rank.
+        """
+
+        def act(deposits: list[tuple[Hashable, Any]]) -> Outcome:
+            def checked() -> T:
+                check_labels([label for label, _ in deposits])
+                return action([value for _, value in deposits])
+
+            return Outcome.of(checked)
+
+        return self._meet((label, value), act).get()
+
+    def _check_growth(self, op: str) -> None:
+        """Raise RuntimeError where memory must not be allocated now."""
+
+    def _quiesce(self) -> None:
+        """Wait until no rank has work in flight; all ranks have met."""
+
+    @abstractmethod
+    def _meet(self, deposit: Any, act: Callable[[list[Any]], Outcome]) -> Outcome:
+        """Wait for all ranks' deposits, let one thread call `act(deposits)`, return what it returned."""
+
+
+@contextmanager
+def _inside(group: VirtualGroup) -> Iterator[None]:
+    """Make `group` this thread's default."""
+    _thread.group = group
+    try:
+        yield
+    finally:
+        del _thread.group
