@@ -10,7 +10,7 @@ mkdir -p "$folder"
 case "$(uname -s)-$(uname -m)" in
     Linux-x86_64 | Linux-aarch64)
         echo "setup: installing triton $version into $folder"
-        .venv/bin/python -m pip install --disable-pip-version-check --quiet --no-deps --target "$folder" "triton==$version"
+        .venv/bin/python -m pip install --disable-pip-version-check -qq --no-deps --target "$folder" "triton==$version"
         ;;
     *) echo "setup: no Triton for this platform; the tests that compile kernels are skipped" ;;
 esac

@@ -47,7 +47,7 @@ has_nvidia_gpu() {
 }
 
 pip_install() {
-    .venv/bin/python -m pip install --disable-pip-version-check --quiet "$@"
+    .venv/bin/python -m pip install --disable-pip-version-check -qq "$@" # -qq: errors only
 }
 
 # Only +cpu builds carry that suffix, so this step can take nothing else: from PyTorch's own index, or from wherever pip

@@ -1,0 +1,116 @@
+"""The command line: options, exit codes, and what is printed.
+
+Exit code 0: the result was right; 1: it was not, or the op failed; 2: bad usage. With --json, standard output is
+exactly one JSON object in all three cases.
+"""
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from tileweave import __version__
+from tileweave.cli import doctor as machine
+from tileweave.cli import show
+from tileweave.cli.job import choose_ranks, needs_processes, run_job, speaks, start_processes
+from tileweave.cli.problem import DEVICES, OPS, BadUsage, make_problem
+
+WRONG, BAD_USAGE = 1, 2
+
+# Newer releases of typer carry their own copy of click, older ones import it: this is its UsageError in both.
+_UsageError = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="tileweave",
+    help="Tiles of communication woven into tiles of compute, in one kernel.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+@app.command()
+def run(
+    context: typer.Context,
+    op: Annotated[str, typer.Argument(metavar="OP", help=f"One of: {', '.join(OPS)}.")],
+    ranks: Annotated[
+        int | None, typer.Option(help="Number of ranks. Default: one per GPU where there are several, otherwise 4.")
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(help="Sizes of the whole problem, m=512,n=512,k=2048; k is split over the ranks.")
+    ] = "",
+    dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
+    device: Annotated[str, typer.Option(help="auto, cpu (the emulator) or cuda.")] = "auto",
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Add in a fixed order, in float32.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="Add a bias after the reduction.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the data, and of the emulator's schedule.")] = 0,
+    as_json: Json = False,
+) -> int:
+    """Run OP twice on fresh data and check both results against float32."""
+    if device not in DEVICES:
+        raise BadUsage(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    ranks = choose_ranks(ranks, device)
+    problem = make_problem(op, ranks, shape, dtype, deterministic=deterministic, bias=bias, seed=seed)
+    if needs_processes(ranks, device):
+        return start_processes(ranks, context.obj)
+    report = run_job(problem, device)
+    if report is None:
+        return 0
+    if as_json:
+        _print_json(report)
+    else:
+        show.report(_console(), report)
+    return 0 if report["ok"] else WRONG
+
+
+@app.command()
+def doctor(as_json: Json = False) -> int:
+    """Say what this machine can do, what it cannot and why, and what to install."""
+    facts = machine.examine()
+    if as_json:
+        _print_json(facts)
+    else:
+        show.facts(_console(), facts)
+    return 0
+
+
+@app.command()
+def version() -> int:
+    """Print the version."""
+    print(__version__)
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command with `arguments` (default: the process's) and return its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        # Without standalone mode typer neither exits nor prints: errors come here, and so does the command's value.
+        return app(arguments, obj=arguments, standalone_mode=False) or 0
+    except (_UsageError, BadUsage) as error:
+        text = error.format_message() if isinstance(error, _UsageError) else str(error)
+        return _fail(arguments, text, BAD_USAGE)
+    except Exception as error:
+        # Whatever the op raises (a race report, a timeout) is its result: the text, not the stack, is for the user.
+        return _fail(arguments, f"{type(error).__name__}: {error}", WRONG)
+
+
+def _fail(arguments: list[str], text: str, code: int) -> int:
+    if speaks():
+        if "--json" in arguments:
+            _print_json({"error": text, "ok": False})
+        else:
+            print(f"tileweave: {text}", file=sys.stderr)
+    return code
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2))
+
+
+def _console() -> Console:
+    # Lines may be longer than the terminal: a wrapped command cannot be copied.
+    return Console(soft_wrap=True, highlight=False)

@@ -1,0 +1,162 @@
+"""`tileweave run`: one op, twice, on fresh data, checked against float32.
+
+Three ways to run: in the world that torchrun made (one process per rank), in such a world that this process starts
+itself (several GPUs), or in this process (emulated or virtual ranks).
+"""
+
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tileweave
+from tileweave.cli.problem import CALLS, BadUsage, Problem
+from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+
+
+def launched_by_torchrun() -> bool:
+    """Whether this process is one of several ranks that torchrun started."""
+    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
+
+
+def speaks() -> bool:
+    """Whether this process prints: all do but the ranks above 0 of a torchrun."""
+    return not launched_by_torchrun() or os.environ["RANK"] == "0"
+
+
+def choose_ranks(ranks: int | None, device: str) -> int:
+    """The number of ranks: as asked, or torchrun's, or one per GPU where there are several, or 4."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BadUsage("--device cuda needs a CUDA GPU and PyTorch sees none; `tileweave doctor` says what is missing")
+    if launched_by_torchrun():
+        world = int(os.environ["WORLD_SIZE"])
+        if ranks not in (None, world):
+            raise BadUsage(f"--ranks {ranks} differs from the {world} processes that torchrun started; leave it out")
+        return world
+    if ranks is not None:
+        return ranks
+    return _gpus() if device != "cpu" and _gpus() > 1 else 4
+
+
+def needs_processes(ranks: int, device: str) -> bool:
+    """Whether `run` should start a process per rank: on several GPUs, one each."""
+    return not launched_by_torchrun() and device != "cpu" and 1 < ranks <= _gpus()
+
+
+def start_processes(ranks: int, arguments: list[str]) -> int:
+    """Run `tileweave ARGUMENTS` in `ranks` processes under torchrun; its exit code, 0 if every rank succeeded."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "tileweave"]
+    return subprocess.run([sys.executable, *launcher, *arguments], check=False).returncode
+
+
+def run_job(problem: Problem, device: str) -> dict[str, Any] | None:
+    """Run `problem` on `device` ("auto", "cpu", "cuda") and report; None on the ranks that do not report.
+
+    The report holds version, op, ranks, backend, shape, dtype, deterministic, bias, seed, calls, plan, reason,
+    rel_error (the worse call's), tolerance, ok and seconds (of all calls together, compilation included).
+    """
+    if launched_by_torchrun():
+        return _run_in_processes(problem, device)
+    with tileweave.virtual_world(problem.ranks, device=device, seed=problem.seed) as world:
+        place = torch.device(world.device)
+        data = [_Rank(problem, rank, place) for rank in range(problem.ranks)]
+        start = time.perf_counter()
+        results = world.run(lambda rank, group: data[rank].run(group))
+        _synchronize(place)
+        seconds = time.perf_counter() - start
+    outs = [torch.cat([result.outs[call] for result in results]) for call in range(CALLS)]
+    return _report(problem, results[0].route, outs, place, seconds)
+
+
+class _Rank:
+    """One rank's inputs for all calls, and what came of them."""
+
+    def __init__(self, problem: Problem, rank: int, device: torch.device):
+        self.problem = problem
+        self.inputs = [problem.inputs(call, rank, device) for call in range(CALLS)]
+        self.biases = [problem.bias_vector(call, device) for call in range(CALLS)]
+        self.outs: list[torch.Tensor] = []
+        self.route: Any = None
+
+    def run(self, group: Any) -> "_Rank":
+        """All calls back to back, as a training step would make them; nothing waits in between."""
+        options = {"deterministic": True} if self.problem.deterministic else {}
+        self.route = tileweave.explain(self.problem.op, *self.inputs[0], group, bias=self.biases[0], **options)
+        op: Callable[..., torch.Tensor] = getattr(tileweave, self.problem.op)
+        for (a, b), bias in zip(self.inputs, self.biases, strict=True):
+            self.outs.append(op(a, b, group, bias=bias, **options))
+        return self
+
+
+def _run_in_processes(problem: Problem, device: str) -> dict[str, Any] | None:
+    cuda = device != "cpu" and torch.cuda.is_available()
+    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(place)
+    dist.init_process_group("nccl" if cuda else "gloo")
+    try:
+        data = _Rank(problem, dist.get_rank(), place)
+        start = time.perf_counter()
+        data.run(None)
+        _synchronize(place)
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        outs = [_gathered(shard, problem) for shard in data.outs]
+        return _report(problem, data.route, outs, place, seconds) if dist.get_rank() == 0 else None
+    finally:
+        dist.destroy_process_group()
+
+
+def _gathered(shard: torch.Tensor, problem: Problem) -> torch.Tensor:
+    """The whole result [m, n] in float32 from every rank's rows."""
+    whole = [torch.empty_like(shard, dtype=torch.float32) for _ in range(problem.ranks)]
+    dist.all_gather(whole, shard.float())
+    return torch.cat(whole)
+
+
+def _report(
+    problem: Problem, route: Any, outs: list[torch.Tensor], device: torch.device, seconds: float
+) -> dict[str, Any]:
+    errors = [_error(problem, call, out, device) for call, out in enumerate(outs)]
+    worst = max(errors) if all(map(math.isfinite, errors)) else None
+    limit = tolerance(outs[0].dtype, problem.ranks, problem.deterministic)
+    return {
+        "version": tileweave.__version__,
+        "op": problem.op,
+        "ranks": problem.ranks,
+        "backend": route.backend,
+        "shape": {"m": problem.m, "n": problem.n, "k": problem.k},
+        "dtype": problem.dtype,
+        "deterministic": problem.deterministic,
+        "bias": problem.bias,
+        "seed": problem.seed,
+        "calls": CALLS,
+        "plan": route.plan.to_dict() if route.plan else None,
+        "reason": route.reason,
+        "rel_error": worst,
+        "tolerance": limit,
+        "ok": worst is not None and worst <= limit,
+        "seconds": round(seconds, 4),
+    }
+
+
+def _error(problem: Problem, call: int, out: torch.Tensor, device: torch.device) -> float:
+    """Relative error of a call's whole result; infinite if it has another shape."""
+    pairs = [problem.inputs(call, rank, device) for rank in range(problem.ranks)]
+    truth = reference([a for a, _ in pairs], [b for _, b in pairs], bias=problem.bias_vector(call, device))
+    return relative_error(out, truth) if out.shape == truth.shape else math.inf
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0

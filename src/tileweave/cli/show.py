@@ -1,0 +1,93 @@
+"""How the results of `tileweave run` and `tileweave doctor` read in a terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+BACKENDS = {
+    "emulated": "emulated ranks on the CPU: the device code itself, tile by tile",
+    "virtual": "virtual ranks on one GPU, a stream and a share of the SMs each",
+    "processes": "one process and one GPU per rank",
+    "fallback": "torch.matmul, then the process group's reduce-scatter",
+}
+
+
+def report(console: Console, result: dict[str, Any]) -> None:
+    """Print what `run_job` returned, and what to try next."""
+    shape, ranks = result["shape"], result["ranks"]
+    m, n, k = shape["m"], shape["n"], shape["k"]
+    options = "".join(f", {name}" for name in ("deterministic", "bias") if result[name])
+    console.print(f"[bold]{result['op']}[/], {ranks} ranks, {result['dtype']}{options}")
+    rows = {
+        "problem": f"m={m} n={n} k={k}; per rank [{m}, {k // ranks}] @ [{k // ranks}, {n}] -> [{m // ranks}, {n}]",
+        "ran as": f"{BACKENDS[result['backend']]}; {result['calls']} calls, fresh data each, seed {result['seed']}",
+        "plan": plan_line(result["plan"]),
+        "reason": result["reason"],
+        "result": verdict(result),
+        "seconds": f"{result['seconds']:.2f}",
+    }
+    for name, text in rows.items():
+        wrong = name == "result" and not result["ok"]
+        console.print(f"  [cyan]{name:<8}[/] {escape(text)}", style="red" if wrong else None)
+    console.print("try next")
+    for command, purpose in next_steps(result):
+        console.print(f"  {escape(command):<58} [dim]{escape(purpose)}[/]")
+
+
+def plan_line(plan: dict[str, Any] | None) -> str:
+    """A plan in one line; says so where no fused kernel ran."""
+    if plan is None:
+        return "none: no fused kernel"
+    tile = "x".join(str(size) for size in plan["tile"])
+    line = f"{plan['mechanism']}, {plan['schedule']}, tile {tile}, {plan['stages']} stages"
+    if plan["comm_sms"]:
+        line += f", {plan['comm_sms']} communicator SMs"
+    predicted = plan["predicted_us"]
+    return line if predicted is None else f"{line}; the cost model says {predicted:.1f} us on an H200"
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Right or wrong, with the error and what was allowed."""
+    error = "not a number" if result["rel_error"] is None else f"{result['rel_error']:.1e}"
+    word = "right" if result["ok"] else "WRONG"
+    return f"{word}: relative error {error} against float32, tolerance {result['tolerance']:.1e}"
+
+
+def next_steps(result: dict[str, Any]) -> list[tuple[str, str]]:
+    """Commands worth running after this one, each with what it shows."""
+    run = f"tileweave run {result['op']}"
+    steps = []
+    if not result["deterministic"]:
+        steps.append((f"{run} --deterministic", "a slot per source, added in a fixed order"))
+    steps.append((f"{run} --ranks 3 --shape m=300,n=200,k=960", "sizes that no tile divides"))
+    if result["backend"] == "emulated":
+        steps.append((f"{run} --seed {result['seed'] + 1}", "another schedule, other data"))
+    steps.append(("tileweave doctor", "what this machine can run"))
+    return steps
+
+
+def facts(console: Console, found: dict[str, Any]) -> None:
+    """Print what `doctor.examine` returned."""
+
+    def row(name: str, text: str) -> None:
+        console.print(f"  [cyan]{name:<14}[/] {escape(text)}")
+
+    console.print(f"[bold]tileweave {found['version']}[/] on {found['platform']}")
+    for name in ("python", "torch", "triton", "cuda_driver", "cuda_bindings"):
+        row(name.replace("_", " "), found[name] or "not there")
+    for gpu in found["gpus"]:
+        size = f"{gpu['sms']} SMs, {gpu['memory_gib']} GiB"
+        row(f"gpu {gpu['index']}", f"{gpu['name']}, compute capability {gpu['capability']}, {size}")
+    if not found["gpus"]:
+        row("gpus", "none")
+    for index, reached in enumerate(found["peer_access"]):
+        peers = [str(peer) for peer, yes in enumerate(reached) if yes and peer != index]
+        row(f"gpu {index} reaches", f"gpu {', '.join(peers)}" if peers else "no other GPU")
+    multicast = found["multicast"]
+    row("multicast", f"{'allowed' if multicast['allowed'] else 'forbidden'}: {multicast['reason']}")
+    console.print("backends")
+    for name, state in found["backends"].items():
+        row(name, f"{'yes' if state['works'] else 'no':<3}  {state['reason']}")
+    for advice in found["advice"]:
+        console.print(f"to do: {escape(advice)}")
