@@ -201,23 +201,23 @@ def fence_proxy_async(_semantic=None):
 class Flags:
     """The flag blocks of all ranks: `[world, stride]` int32, the first HEADER_WORDS of a block reserved.
 
-    A flag is a monotonic 32-bit counter compared by signed difference; it is never reset. `timeout_ns` bounds
-    every `wait`.
+    A flag is a monotonic 32-bit counter compared by signed difference; it is never reset. `timeout_us`, microseconds,
+    bounds every `wait`.
     """
 
     ptr: tensor
     stride: tensor
     rank: tensor
     world: constexpr
-    timeout_ns: tensor
+    timeout_us: tensor
 
     @constexpr_function
-    def __init__(self, ptr, stride, rank, world, timeout_ns):
+    def __init__(self, ptr, stride, rank, world, timeout_us):
         self.ptr = ptr
         self.stride = stride
         self.rank = rank
         self.world = constexpr(world)
-        self.timeout_ns = timeout_ns
+        self.timeout_us = timeout_us
 
 
 @jit
@@ -271,12 +271,12 @@ def _spin(flag, abort, expected, timeout_ns, _semantic=None):
 def wait(flags, index, expected):
     """Wait until flag `index` of this rank has reached `expected`: an acquire at system scope by the whole partition.
 
-    Returns whether it has. When `flags.timeout_ns` pass first, the first waiter records (index, expected, seen, rank)
+    Returns whether it has. When `flags.timeout_us` pass first, the first waiter records (index, expected, seen, rank)
     in every rank's block and raises every rank's abort word; from then on every wait returns at once. A TMA access to
     memory that the flag covers needs `fence_proxy_async` after this.
     """
     flag = _word(flags, flags.rank, HEADER_WORDS + index)
-    _spin(flag, _word(flags, flags.rank, ABORT), expected, flags.timeout_ns)
+    _spin(flag, _word(flags, flags.rank, ABORT), expected, flags.timeout_us.to(int64) * 1000)
     barrier()
     # One thread's answer is told to all: control flow of a partition must not diverge.
     seen = atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -368,9 +368,8 @@ def _multimem_write(instruction, ptrs, value, semantic):
     # Eight one-byte results, in two registers, are thrown away; eight addresses, of which the first is used; values.
     text = f"multimem.{instruction}.v4.{kind} [$2], {{$10, $11, $12, $13}}; mov.u32 $0, 0; mov.u32 $1, 0;"
     registers = "=r,=r" + ",l" * 8 + ",r" * 4
-    _gl.inline_asm_elementwise(
-        text, registers, [ptrs, value], dtype=_gl.int8, is_pure=False, pack=8, _semantic=semantic
-    )
+    nothing = ptrs.type.with_element_ty(_gl.int8).to_ir(semantic.builder)
+    semantic.builder.create_inline_asm(text, registers, [ptrs.handle, value.handle], [nothing], False, 8)
 
 
 @_builtin

@@ -49,7 +49,8 @@ class Work:
     flags: gl.Flags
     state: gl.tensor
     slots: gl.tensor_descriptor  # [world, slot (x source), rows, N], any rank's
-    own_slots: gl.tensor  # this rank's adding slots as a pointer
+    own_slots: gl.tensor  # this rank's adding slots as a pointer,
+    slot_stride: gl.tensor  # and the distance of the two, in elements
     out: gl.tensor_descriptor  # [rows, N], the result
     bias: gl.tensor
     c_buf: gl.shared_memory_descriptor
@@ -64,7 +65,7 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, state, slots, own_slots, out, bias, c_buf, result, partial, rows, N,
+        self, matmul, flags, state, slots, own_slots, slot_stride, out, bias, c_buf, result, partial, rows, N,
         DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
     ):  # fmt: skip
         self.matmul = matmul
@@ -72,6 +73,7 @@ class Work:
         self.state = state
         self.slots = slots
         self.own_slots = own_slots
+        self.slot_stride = slot_stride
         self.out = out
         self.bias = bias
         self.c_buf = c_buf
@@ -178,7 +180,7 @@ def zero_slot(work, slot, row, col):
     mm = work.matmul
     cols = col + gl.arange(0, mm.BN, gl.SliceLayout(0, L))
     zeros = gl.zeros([ROWS, mm.BN], work.out.dtype, L)
-    base = work.own_slots + (slot.to(gl.int64) * work.rows + row) * work.N
+    base = work.own_slots + slot.to(gl.int64) * work.slot_stride + row.to(gl.int64) * work.N
     for r in range(0, mm.BM, ROWS):
         i = r + gl.arange(0, ROWS, gl.SliceLayout(1, L))
         where = i[:, None] * work.N + cols[None, :]
@@ -235,7 +237,7 @@ def store_role(work, LOCATE: gl.constexpr):
         gl.atomic_xchg(work.state + EPOCH, epoch, sem="relaxed", scope="gpu")
 
 
-@gl.jit(do_not_specialize=["rank", "flags_stride", "timeout_ns", "rows", "K"])
+@gl.jit(do_not_specialize=["rank", "slot_stride", "flags_stride", "timeout_us", "rows", "K"])
 def matmul_reduce_scatter_kernel(
     rank,
     a_desc,
@@ -243,11 +245,12 @@ def matmul_reduce_scatter_kernel(
     out_desc,
     slots_desc,
     own_slots,
+    slot_stride,
     bias,
     flags_ptr,
     flags_stride,
     state,
-    timeout_ns,
+    timeout_us,
     rows,
     N,
     K,
@@ -264,12 +267,12 @@ def matmul_reduce_scatter_kernel(
     AVERAGE: gl.constexpr,
 ):
     """Rows [rows, N] of this rank of sum over ranks of a [WORLD * rows, K] @ b [K, N]. Grid: co-resident CTAs, one per SM."""
-    flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_ns)
+    flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     tiles = gl.cdiv(rows, BM) * gl.cdiv(N, BN) * WORLD
     mm = make_matmul(a_desc, b_desc, K, tiles, BM, BN, BK, STAGES, A_T, B_T, 0)
     c_buf = gl.allocate_shared_memory(out_desc.dtype, [1, 1, BM, BN], slots_desc.layout)
     work = Work(
-        mm, flags, state, slots_desc, own_slots, out_desc, bias, c_buf, make_channel(1), make_channel(1), rows, N,
-        DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
+        mm, flags, state, slots_desc, own_slots, slot_stride, out_desc, bias, c_buf, make_channel(1), make_channel(1),
+        rows, N, DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
     )  # fmt: skip
     run_matmul(work, locate, nothing_before_load, epilogue, store_role, no_communicator)

@@ -1,0 +1,16 @@
+"""`explain`: what a call would do, without doing it."""
+
+from tileweave.ops import matmul_reduce_scatter as _matmul_reduce_scatter
+from tileweave.ops.route import Route
+
+ROUTES = {"matmul_reduce_scatter": _matmul_reduce_scatter.route}
+
+
+def explain(op: str, *args, **kwargs) -> Route:
+    """The path that `op` would take with these arguments: backend, fused or not, reason, plan, predicted time.
+
+    Takes the arguments of the op itself, launches nothing, and raises what the op would raise.
+    """
+    if op not in ROUTES:
+        raise ValueError(f"explain: no op named {op!r}; there is {', '.join(sorted(ROUTES))}")
+    return ROUTES[op](*args, **kwargs)

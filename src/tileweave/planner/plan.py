@@ -1,0 +1,138 @@
+"""Problem -> Plan: which mechanism, schedule and tile a call gets, what it should cost, and why."""
+
+import math
+from dataclasses import asdict, dataclass
+
+from tileweave.planner.hardware import H200, Hardware
+
+GROUP_ROWS = 8  # tile rows that a wave walks together, so that its operands stay in L2
+WARPS = 8  # warps of the multiplier
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of matmul + reduce-scatter as every rank sees it.
+
+    m, n: the full product; k: this rank's share of the inner dimension; message_bytes: size of an element of the
+    result, which is also what travels; sms: SMs the kernel may use on this rank; linked: whether peers are behind a
+    link (False for virtual and emulated ranks).
+    """
+
+    m: int
+    n: int
+    k: int
+    world: int
+    message_bytes: int
+    sms: int
+    deterministic: bool = False
+    linked: bool = True
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a fused call runs.
+
+    mechanism: "tma"; schedule: "intra_sm"; tile: (rows, columns, K step) of a CTA; stages: depth of the operand ring;
+    comm_sms: SMs that only communicate; predicted_us: microseconds by the cost model, None for a plan made by hand.
+    """
+
+    mechanism: str = "tma"
+    schedule: str = "intra_sm"
+    tile: tuple[int, int, int] = (128, 256, 64)
+    stages: int = 3
+    comm_sms: int = 0
+    predicted_us: float | None = None
+    reason: str = "given by the caller"
+
+    def to_dict(self) -> dict:
+        """The plan as plain values, for JSON."""
+        return {**asdict(self), "tile": list(self.tile)}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile configuration and how near to the hardware's matmul rate its inner loop comes.
+
+    The efficiencies are first figures: 128 x 256 and 128 x 128 measured on an H200 with a draft of this kernel, the
+    others estimated between them.
+    """
+
+    tile: tuple[int, int, int]
+    stages: int
+    efficiency: float
+
+
+TILINGS = (
+    Tiling((128, 256, 64), 3, 1.0),
+    Tiling((256, 128, 64), 3, 0.97),
+    Tiling((128, 128, 64), 5, 0.85),
+    Tiling((128, 128, 64), 4, 0.85),
+    Tiling((128, 64, 64), 6, 0.6),
+)
+
+
+def shared_bytes(tile: tuple[int, int, int], stages: int, message_bytes: int) -> int:
+    """Shared memory of a CTA in bytes: the ring of 16-bit operands, one output tile, barriers and scratch."""
+    bm, bn, bk = tile
+    return stages * (bm + bn) * bk * 2 + bm * bn * message_bytes + 1024
+
+
+def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` cannot run `problem`, naming the legal values; None if it can. Planner and launch both ask here."""
+    if plan.mechanism != "tma":
+        return f"plan.mechanism={plan.mechanism!r}: matmul_reduce_scatter has 'tma'"
+    if plan.schedule != "intra_sm":
+        return f"plan.schedule={plan.schedule!r}: matmul_reduce_scatter has 'intra_sm'"
+    if plan.comm_sms != 0:
+        return f"plan.comm_sms={plan.comm_sms}: the intra_sm schedule has 0"
+    if len(plan.tile) != 3 or plan.tile[0] not in (128, 256) or plan.tile[1] not in (64, 128, 256) or plan.tile[2] != 64:
+        return f"plan.tile={plan.tile}: rows are 128 or 256, columns 64, 128 or 256, the K step 64"
+    if plan.tile[0] * plan.tile[1] > 128 * 256:
+        return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
+    if plan.stages < 2:
+        return f"plan.stages={plan.stages}: the ring needs at least 2"
+    need = shared_bytes(plan.tile, plan.stages, problem.message_bytes)
+    if need > hardware.shared_bytes:
+        return (
+            f"plan.tile={plan.tile} with plan.stages={plan.stages} needs {need} bytes of shared memory, "
+            f"a CTA has {hardware.shared_bytes}"
+        )
+    return None
+
+
+def predict_us(problem: Problem, tiling: Tiling, hardware: Hardware) -> float:
+    """T = T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles."""
+    bm, bn, _ = tiling.tile
+    rows = problem.m // problem.world
+    tiles = math.ceil(rows / bm) * math.ceil(problem.n / bn) * problem.world
+    sm_rate = hardware.matmul_tflops * 1e6 / hardware.sms * tiling.efficiency  # operations a microsecond
+    compute = math.ceil(tiles / problem.sms) * 2 * bm * bn * max(problem.k, 64) / sm_rate
+    sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
+    operands = (problem.m + problem.n) * problem.k * 2
+    share = problem.sms / hardware.sms
+    memory = (operands + problem.m * problem.n * problem.message_bytes) / (hardware.memory_gbs * share * 1e3)
+    link = sent / (hardware.link_gbs * 1e3) if problem.linked else 0.0
+    sync = hardware.sync_us if problem.world > 1 else 0.0
+    return hardware.launch_us + max(compute, memory, link) + sync
+
+
+def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
+    """The fastest supported plan by the cost model."""
+    best = None
+    for tiling in TILINGS:
+        plan = Plan(tile=tiling.tile, stages=tiling.stages)
+        if unsupported(problem, plan, hardware):
+            continue
+        cost = predict_us(problem, tiling, hardware)
+        if best is None or cost < best[0]:
+            best = (cost, plan)
+    assert best is not None, f"no tiling fits {problem}"  # TILINGS holds one for every message size
+    cost, plan = best
+    rows = problem.m // problem.world
+    tiles = math.ceil(rows / plan.tile[0]) * math.ceil(problem.n / plan.tile[1]) * problem.world
+    reason = (
+        f"an output tile is the message, so the CTA that made it sends it (intra-SM, TMA "
+        f"{'store to a place per source' if problem.deterministic else 'add'}); {tiles} tiles of "
+        f"{plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs is the cheapest tiling"
+    )
+    return Plan(tile=plan.tile, stages=plan.stages, predicted_us=round(cost, 1), reason=reason)

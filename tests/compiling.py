@@ -1,0 +1,150 @@
+"""Compile kernels for sm_90a without a GPU, under whichever Triton is on the path, and say what came out.
+
+    python tests/compiling.py VARIANT [VARIANT ...]     prints one JSON object: {variant: report}
+
+A variant of an op goes through the op's own launch code on a fabric that compiles instead of launching, so what is
+compiled is what would run. Run in a subprocess: a process can hold one Triton only.
+"""
+
+import inspect
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from tileweave import Plan
+from tileweave import lang as gl
+from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel, Fabric
+from tileweave.ops.matmul_reduce_scatter import op as rs
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
+INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
+
+
+class CompilingFabric(Fabric):
+    """A fabric whose launches are compilations; rank 0 of `world_size`, all memory on the CPU."""
+
+    backend, rank, sms, device = "virtual", 0, 132, torch.device("cpu")
+
+    def __init__(self, world_size):
+        self.world_size, self.reports = world_size, []
+
+    def refusal(self):
+        return None
+
+    def rendezvous(self, action=None):
+        return action() if action else None
+
+    def channel(self, op, adding_bytes, staging_bytes):
+        ints = torch.zeros(self.world_size, BLOCK_WORDS, dtype=torch.int32)
+        arenas = [torch.zeros(self.world_size, 2 * n + 256, dtype=torch.uint8) for n in (adding_bytes, staging_bytes)]
+        return Channel(op, ints, torch.zeros(STATE_WORDS, dtype=torch.int32), *arenas, 1_000_000_000)
+
+    def launch(self, kernel, grid, args, *, num_warps):
+        self.reports.append(report(kernel, args, num_warps))
+
+    def _reduce_scatter(self, x, op):
+        raise NotImplementedError
+
+
+def source(kernel, args) -> GluonASTSource:
+    """What Triton's launcher would compile for these arguments."""
+    signature, constants, attributes = {}, {}, {}
+    for i, ((name, parameter), value) in enumerate(
+        zip(inspect.signature(kernel.fn).parameters.items(), args, strict=True)
+    ):
+        divisible = False
+        if "constexpr" in str(parameter.annotation):
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, gl.TensorDescriptor):
+            block = ",".join(map(str, value.block_shape))
+            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}[{block}],{value.layout!r}>"
+        elif isinstance(value, torch.Tensor):
+            signature[name], divisible = "*" + TYPES[value.dtype], True
+        else:
+            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            divisible = value % 16 == 0 and name not in kernel.do_not_specialize
+        if divisible:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    return GluonASTSource(kernel, signature, constants, attributes)
+
+
+def report(kernel, args, num_warps) -> dict:
+    """Counts of SASS instructions, stack and shared memory in bytes, and the PTX of the kernel."""
+    target = GPUTarget("cuda", 90, 32)
+    compiled = triton.compile(source(kernel, args), target=target, options=dict(num_warps=num_warps))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage, sass = (
+            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
+            for flag in ("-res-usage", "-sass")
+        )
+    return {
+        "triton": triton.__version__,
+        "shared": compiled.metadata.shared,
+        "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
+        "target": re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1),
+        "multimem": sorted(set(re.findall(r"multimem\.\w+", compiled.asm["ptx"]))),
+        "setmaxnreg": sorted({int(n) for n in re.findall(r"setmaxnreg\S+\s+(\d+)", compiled.asm["ptx"])}),
+        **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
+    }
+
+
+def reduce_scatter(world=4, dtype=torch.bfloat16, transposed=(False, True), bias=True, plan=None, **options) -> dict:
+    """One variant of matmul_reduce_scatter, through the op."""
+    fabric = CompilingFabric(world)
+    a, b = torch.empty(256 * world, 512, dtype=dtype), torch.empty(512, 1024, dtype=dtype)
+    a, b = (x.t().contiguous().t() if flag else x for x, flag in zip((a, b), transposed, strict=True))
+    extra = torch.empty(1024, dtype=dtype) if bias else None
+    call = rs.check(fabric, a, b, options.get("op", "sum"), extra, options.get("deterministic"), options.get("out"))
+    plan = plan or rs.choose(fabric, call, a, None).plan
+    rs.fused(fabric, call, a, b, plan)
+    return fabric.reports[0]
+
+
+def words() -> dict:
+    """The primitives that no op uses yet."""
+    from tests.lang import words_kernel as w
+
+    x = torch.empty(2, 1024, dtype=torch.bfloat16)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    pt = gl.TensorDescriptor.from_tensor(torch.empty(2, 64, 64, dtype=torch.bfloat16), [1, 64, 64], layout)
+    flags = torch.zeros(2, BLOCK_WORDS, dtype=torch.int32)
+    return report(w.every_primitive, (0, pt, x, x, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
+
+
+VARIANTS = {
+    "add": reduce_scatter,
+    "deterministic": lambda: reduce_scatter(deterministic=True),
+    "fp16 average, a transposed, b not": lambda: reduce_scatter(
+        dtype=torch.float16, transposed=(True, False), op="avg"
+    ),
+    "float32 result": lambda: reduce_scatter(out=torch.float32, bias=False),
+    "one rank": lambda: reduce_scatter(world=1),
+    "eight ranks": lambda: reduce_scatter(world=8, bias=False),
+    **{
+        f"tile {tile}, {stages} stages": lambda tile=tile, stages=stages: reduce_scatter(
+            plan=Plan(tile=tile, stages=stages)
+        )
+        for tile, stages in (
+            ((128, 256, 64), 3),
+            ((256, 128, 64), 3),
+            ((128, 128, 64), 5),
+            ((128, 128, 64), 4),
+            ((128, 64, 64), 6),
+        )
+    },
+    "words": words,
+}
+
+if __name__ == "__main__":
+    print(json.dumps({name: VARIANTS[name]() for name in sys.argv[1:] or VARIANTS}))

@@ -1,0 +1,56 @@
+"""Every kernel compiles for sm_90a, under the newest Triton (the one installed) and the oldest supported one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.compiling_variants import NAMES
+
+ROOT = Path(__file__).parents[2]
+SHARED_LIMIT = 227 * 1024
+
+
+def run(triton_path: str | None) -> dict:
+    """The reports of all variants under one Triton."""
+    path = [p for p in (triton_path, str(ROOT / "src"), str(ROOT)) if p]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_DEFAULT_FP_FUSION": "1"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/compiling.py")], env=env, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def old_triton() -> str:
+    """Where the oldest supported Triton lies (`make setup` puts it there)."""
+    path = os.environ.get("TILEWEAVE_OLD_TRITON", str(ROOT / ".cache/triton-3.6.0"))
+    assert Path(path, "triton").is_dir(), f"the oldest supported Triton is not in {path}: run `make setup`"
+    return path
+
+
+@pytest.fixture(scope="module", params=["newest", "3.6.0"])
+def reports(request):
+    """All reports of one Triton."""
+    found = run(None if request.param == "newest" else old_triton())
+    versions = {r["triton"] for r in found.values()}
+    assert len(versions) == 1 and (request.param == "newest") != (versions == {"3.6.0"}), versions
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_variant_has_the_machine_instructions_it_is_made_for(reports, name):
+    r = reports[name]
+    assert r["target"] == "sm_90a"
+    assert (r["stack"], r["STL"], r["LDL"]) == (0, 0, 0), "registers are spilled"
+    assert r["shared"] <= SHARED_LIMIT
+    if name == "words":
+        assert r["multimem"] == ["multimem.ld_reduce", "multimem.red", "multimem.st"]
+        return
+    assert r["HGMMA"] >= 4, "a K step of 64 is four wgmma"
+    assert r["UTMALDG"] >= 2 and r["UTMASTG"] >= 1
+    assert (r["UTMAREDG"] > 0) == (name not in ("deterministic", "one rank")), "adds go by TMA reduce"
+    assert r["USETMAXREG"] > 0 and 24 in r["setmaxnreg"] and max(r["setmaxnreg"]) >= 232
