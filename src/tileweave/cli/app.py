@@ -6,16 +6,18 @@ exactly one JSON object in all three cases.
 
 import json
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from tileweave import __version__
+from tileweave import FabricTimeout, __version__
 from tileweave.cli import doctor as machine
 from tileweave.cli import show
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, speaks, start_processes
 from tileweave.cli.problem import DEVICES, OPS, BadUsage, make_problem
+from tileweave.emulator import EmulatorError
 
 WRONG, BAD_USAGE = 1, 2
 
@@ -25,7 +27,6 @@ _UsageError = typer.BadParameter.__mro__[1]
 app = typer.Typer(
     name="tileweave",
     help="Tiles of communication woven into tiles of compute, in one kernel.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -89,12 +90,13 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         # Without standalone mode typer neither exits nor prints: errors come here, and so does the command's value.
-        return app(arguments, obj=arguments, standalone_mode=False) or 0
+        return app(arguments or ["--help"], obj=arguments, standalone_mode=False) or 0
     except (_UsageError, BadUsage) as error:
         text = error.format_message() if isinstance(error, _UsageError) else str(error)
         return _fail(arguments, text, BAD_USAGE)
     except Exception as error:
-        # Whatever the op raises (a race report, a timeout) is its result: the text, not the stack, is for the user.
+        if not isinstance(error, EmulatorError | FabricTimeout):  # those are findings and say all; this is a fault
+            traceback.print_exc()
         return _fail(arguments, f"{type(error).__name__}: {error}", WRONG)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import tileweave
-from tileweave.cli.problem import CALLS, BadUsage, Problem
+from tileweave.cli.problem import CALLS, DTYPES, BadUsage, Problem
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 
 
@@ -125,7 +125,7 @@ def _report(
 ) -> dict[str, Any]:
     errors = [_error(problem, call, out, device) for call, out in enumerate(outs)]
     worst = max(errors) if all(map(math.isfinite, errors)) else None
-    limit = tolerance(outs[0].dtype, problem.ranks, problem.deterministic)
+    limit = tolerance(DTYPES[problem.dtype], problem.ranks, problem.deterministic)
     return {
         "version": tileweave.__version__,
         "op": problem.op,

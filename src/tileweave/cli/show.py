@@ -31,8 +31,10 @@ def report(console: Console, result: dict[str, Any]) -> None:
         wrong = name == "result" and not result["ok"]
         console.print(f"  [cyan]{name:<8}[/] {escape(text)}", style="red" if wrong else None)
     console.print("try next")
-    for command, purpose in next_steps(result):
-        console.print(f"  {escape(command):<58} [dim]{escape(purpose)}[/]")
+    steps = next_steps(result)
+    width = max(len(command) for command, _ in steps)
+    for command, purpose in steps:
+        console.print(f"  {escape(command):<{width}}  [dim]{escape(purpose)}[/]")
 
 
 def plan_line(plan: dict[str, Any] | None) -> str:
