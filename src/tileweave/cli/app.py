@@ -22,7 +22,7 @@ from tileweave.emulator import EmulatorError
 WRONG, BAD_USAGE = 1, 2
 
 # Newer releases of typer carry their own copy of click, older ones import it: this is its UsageError in both.
-_UsageError = typer.BadParameter.__mro__[1]
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="tileweave",
@@ -91,9 +91,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         # Without standalone mode typer neither exits nor prints: errors come here, and so does the command's value.
         return app(arguments or ["--help"], obj=arguments, standalone_mode=False) or 0
-    except (_UsageError, BadUsage) as error:
-        text = error.format_message() if isinstance(error, _UsageError) else str(error)
-        return _fail(arguments, text, BAD_USAGE)
+    except BadUsage as error:
+        return _fail(arguments, str(error), BAD_USAGE)
+    except _UsageError as error:
+        return _fail(arguments, error.format_message(), BAD_USAGE)
     except Exception as error:
         if not isinstance(error, EmulatorError | FabricTimeout):  # those are findings and say all; this is a fault
             traceback.print_exc()
