@@ -1,0 +1,15 @@
+"""Runs kernels written in `tileweave.lang` on the CPU, tile by tile, and reports races, deadlocks and misuse.
+
+    world = World(ranks=2, seed=0)
+    world.run(lambda rank: world.launch(kernel, (4,), *args_of(rank), num_warps=8))
+
+Every warp partition of every CTA of every rank, and every asynchronous operation, is an agent of a seeded, hostile
+scheduler; vector clocks say what happens before what, through mbarriers, bulk and wgmma groups, release and acquire
+at a scope, proxy fences and kernel boundaries. Works with Triton installed and without.
+"""
+
+from tileweave.emulator.errors import DeadlockError, EmulatorError, ProtocolError, RaceError
+from tileweave.emulator.views import Multicast
+from tileweave.emulator.world import World
+
+__all__ = ["DeadlockError", "EmulatorError", "Multicast", "ProtocolError", "RaceError", "World"]

@@ -1,0 +1,98 @@
+"""Flags: words by which ranks tell each other, with the bounds of their blocks checked."""
+
+from __future__ import annotations
+
+from greenlet import getcurrent
+
+from tileweave import lang
+from tileweave.emulator.errors import ProtocolError
+from tileweave.emulator.places import Place
+from tileweave.emulator.regions import strided
+from tileweave.emulator.tiles import wrapped
+from tileweave.emulator.views import Pointer
+
+
+def _value(word) -> int:
+    return getattr(word, "value", word)
+
+
+ABORT, RECORD, HEADER_WORDS = (_value(word) for word in (lang.ABORT, lang.RECORD, lang.HEADER_WORDS))
+_WORD_BYTES = 4
+
+
+class Flags:
+    """The flag blocks of all ranks: `[world, stride]` int32, the first HEADER_WORDS of a block reserved."""
+
+    __slots__ = ("ptr", "rank", "stride", "timeout_ns", "world")
+
+    def __init__(self, ptr: Pointer, stride: int, rank: int, world: int, timeout_ns: int):
+        self.ptr, self.stride, self.rank, self.world, self.timeout_ns = ptr, stride, rank, world, timeout_ns
+
+    def element(self, rank: int, index: int, what: str) -> int:
+        """The element of the storage that holds flag `index` of `rank`; ProtocolError outside of the block."""
+        flags = self.stride - HEADER_WORDS
+        if not (0 <= index < flags and 0 <= rank < self.world):
+            raise ProtocolError(
+                f"flag {index} of rank {rank}: flags 0 to {flags - 1} of ranks 0 to {self.world - 1} are legal: "
+                f"{Place(getcurrent(), what)}"
+            )
+        return self.ptr.offset + rank * self.stride + HEADER_WORDS + index
+
+
+def signal(flags, rank, index, value):
+    """Store `value` into flag `index` of `rank`: a release at system scope by the first thread."""
+    me = getcurrent()
+    me.pause()
+    element = flags.element(rank, index, "signal")
+    memory = flags.ptr.memory
+    memory.access(
+        "atomic", strided(element, (), (), _WORD_BYTES), me, Place(me, f"signal of flag {index} to rank {rank}")
+    )
+    flags.ptr.flat[element] = wrapped(value)
+    memory.release(element * _WORD_BYTES, me, "sys")
+    memory.changed(element * _WORD_BYTES)
+
+
+def signal_all(flags, index, value):
+    """`signal` to every rank, this one included, the next rank first."""
+    for i in range(1, flags.world + 1):
+        signal(flags, (flags.rank + i) % flags.world, index, value)
+
+
+def wait(flags, index, expected):
+    """Wait until flag `index` of this rank has reached `expected`; acquire at system scope by the whole partition.
+
+    Returns False once the rank's abort word is set. There is no time here: what would time out is a deadlock.
+    """
+    me = getcurrent()
+    element = flags.element(flags.rank, index, "wait")
+    memory, flat = flags.ptr.memory, flags.ptr.flat
+    byte, abort = element * _WORD_BYTES, flags.ptr.offset + flags.rank * flags.stride + ABORT
+    expected = int(expected)
+    me.pause()
+    seen = flat[element].item()
+    while wrapped(seen - expected) < 0:
+        if flat[abort].item():
+            return False
+        me.block(memory.watch(byte, abort * _WORD_BYTES), _describe, flags, index, expected, element)
+        seen = flat[element].item()
+    place = Place(me, f"wait for flag {index} to reach {expected}")
+    memory.access("atomic", strided(element, (), (), _WORD_BYTES), me, place)
+    memory.acquire(byte, me, "sys", everybody=True)
+    me.sync()
+    return True
+
+
+def _describe(flags, index, expected, element) -> str:
+    return f"flag {index} of rank {flags.rank} to reach {expected}: it is {flags.ptr.flat[element].item()}"
+
+
+def barrier_all(flags, index, epoch):
+    """All ranks meet: flags `index` to `index + world - 1` of each take `epoch`, one per source rank."""
+    getcurrent().sync()
+    for i in range(1, flags.world + 1):
+        signal(flags, (flags.rank + i) % flags.world, index + flags.rank, epoch)
+    met = True
+    for peer in range(flags.world):
+        met = met & wait(flags, index + peer, epoch)
+    return met

@@ -1,0 +1,99 @@
+"""Host threads of ranks: each runs until it needs the device, then the scheduler's thread goes on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tileweave.emulator.places import Place
+
+if TYPE_CHECKING:
+    from tileweave.emulator.agents import Partition
+    from tileweave.emulator.world import World
+
+_PACKAGE = __name__.rpartition(".")[0]
+
+
+class _Stopped(BaseException):
+    """The run is over; thrown into threads that still wait for the device."""
+
+
+class Host:
+    """One rank's thread and the token by which one thread runs at a time.
+
+    `part` is the agent that stands for the thread in the scheduler: it lets the thread run up to its next job and
+    then does that job.
+    """
+
+    def __init__(self, world: World, rank: int, fn: Callable[[int], Any], seat: threading.local):
+        self.world, self.rank, self._fn, self._seat = world, rank, fn, seat
+        self.part: Partition = None  # type: ignore[assignment]  # set by the world before the thread starts
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.met: Any = None
+        self.waiters: list = []
+        self._job: Callable[[], Any] | None = None
+        self._answer: Any = None
+        self._caller: tuple = (None, 0)
+        self._stopping = self._ended = False
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._thread = threading.Thread(target=self._main, name=f"rank {rank}")
+        self._started = False
+
+    def _main(self) -> None:
+        self._go.acquire()
+        self._seat.host = self
+        try:
+            if not self._stopping:
+                self.result = self._fn(self.rank)
+        except _Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001  (handed to the caller of World.run)
+            self.error = error
+        finally:
+            self._ended = True
+            self._job = None
+            self._back.release()
+
+    def submit(self, job: Callable[[], Any], what: str) -> Any:
+        """From the rank's thread: let the scheduler do `job`, and wait for its result."""
+        if self._stopping:
+            raise _Stopped
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_PACKAGE):
+            frame = frame.f_back
+        self._caller = frame.f_code, frame.f_lasti
+        self._job = job
+        self._back.release()
+        self._go.acquire()
+        if self._stopping:
+            raise _Stopped
+        return self._answer
+
+    def place(self, what: str) -> Place:
+        """Where the thread is."""
+        return Place(self.part, what, *self._caller)
+
+    def drive(self) -> None:
+        """Body of the agent: run the thread, do its jobs, until it ends."""
+        self._thread.start()
+        self._started = True
+        while self._resume():
+            self._answer = self._job()
+
+    def _resume(self) -> bool:
+        self._go.release()
+        self._back.acquire()
+        return not self._ended
+
+    def stop(self) -> None:
+        """End and join the thread, whatever it waits for."""
+        if not self._started:
+            return
+        self._stopping = True
+        while not self._ended:
+            self._go.release()
+            self._back.acquire()
+        self._thread.join()

@@ -1,0 +1,269 @@
+"""Storages with the history of accesses to them, and the check of each access against that history."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tileweave.emulator.clocks import ALIAS, GENERIC, GLOBAL, SHARED, Clock, Past, merged
+from tileweave.emulator.explain import missing_order
+from tileweave.emulator.places import Place
+from tileweave.emulator.regions import Region
+
+if TYPE_CHECKING:
+    from tileweave.emulator.agents import CTA
+    from tileweave.emulator.world import World
+
+STRONG = ("add", "atomic")  # kinds of access that do not race among themselves
+_PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
+
+
+def included(scope: str, a: CTA, b: CTA) -> bool:
+    """Whether a scope around CTA `a` includes CTA `b`."""
+    return scope == "sys" or (a.rank == b.rank and (scope == "gpu" or a is b))
+
+
+def mutual(scope: str, cta: CTA, other_scope: str, other: CTA) -> bool:
+    """Whether two operations' scopes include each other."""
+    return included(scope, cta, other) and included(other_scope, other, cta)
+
+
+class Access:
+    """One access: its kind, the lane and event that made it, and where."""
+
+    __slots__ = ("count", "cta", "is_async", "kind", "lane", "multicast", "part", "place", "scope")
+
+    def __init__(self, kind, who, place, scope, multicast):
+        self.kind, self.place, self.scope, self.multicast = kind, place, scope, multicast
+        self.lane, self.count, self.is_async, self.cta, self.part = who.lane, who.count, who.is_async, who.cta, place.part
+
+
+class Group:
+    """The accesses to one region that may still race: the latest of each lane.
+
+    `strong` holds adds and atomics at system scope, which need no check among themselves; `near` the groups whose
+    region overlaps, each with whether this one covers it.
+    """
+
+    __slots__ = ("near", "reads", "region", "strong", "writes")
+
+    def __init__(self, region: Region):
+        self.region = region
+        self.reads: dict[tuple, Access] = {}
+        self.writes: dict[tuple, Access] = {}
+        self.strong: dict[tuple, Access] = {}
+        self.near: list[tuple[Group, bool]] | None = None
+
+
+class Released:
+    """What releases at one location, of one rank and scope, have published."""
+
+    __slots__ = ("alias", "generic", "inside")
+
+    def __init__(self, generic: Past, alias: Past):
+        self.generic, self.alias = generic, alias
+        self.inside: dict[CTA, Clock] = {}  # for acquires in the same CTA, whose proxy fences count too
+
+
+class Memory:
+    """A storage ("global") or a shared-memory allocation ("shared").
+
+    It keeps `tensor` alive, so that its address is not handed out again during a world's life.
+    """
+
+    def __init__(self, world: World, name: str, space: str, tensor: torch.Tensor):
+        self.world, self.name, self.space, self.tensor = world, name, space, tensor
+        self.row = SHARED if space == "shared" else GLOBAL
+        self.groups: dict[Region, Group] = {}
+        self.written = False
+        self.released: dict[int, dict[tuple, Released]] = {}  # by first byte of the location
+        self.versions: dict[int, int] = {}  # of locations that somebody has looked at more than once: changes so far
+        self.watchers: dict[int, list] = {}  # partitions that wait for the location at a byte to change
+        self.aborts: dict[int, set[int]] = {}  # locations whose watchers a change of this one wakes as well
+        self.barriers: dict[int, object] = {}
+        self._flat: dict[torch.dtype, torch.Tensor] = {}
+
+    def forget(self) -> None:
+        """Everything so far happens before everything to come."""
+        self.groups.clear()
+        self.released.clear()
+        self.written = False
+
+    def flat(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole storage as a vector of `dtype`."""
+        flat = self._flat.get(dtype)
+        if flat is None:
+            storage = self.tensor.untyped_storage()
+            flat = torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,))
+            self._flat[dtype] = flat
+        return flat
+
+    def group(self, region: Region) -> Group:
+        """The history of a region."""
+        group = self.groups.get(region)
+        if group is None:
+            group = self.groups[region] = Group(region)
+            for other in self.groups.values():
+                if other.near is not None and region.overlaps(other.region):
+                    other.near.append((group, other.region.covers(region)))
+        return group
+
+    def _near(self, group: Group) -> list[tuple[Group, bool]]:
+        region = group.region
+        group.near = [
+            (other, region.covers(other.region)) for other in self.groups.values() if region.overlaps(other.region)
+        ]
+        return group.near
+
+    def access(self, kind: str, region: Region, who, place: Place, scope: str = "sys", multicast: bool = False) -> None:
+        """Check an access against the history, and enter it.
+
+        `kind` is 'read', 'write', or 'add' and 'atomic', which do not race among themselves where their scopes include
+        each other. Reports through `World.found`.
+        """
+        if region.lo >= region.hi:
+            return
+        group = self.group(region)
+        access = Access(kind, who, place, scope, multicast)
+        strong = kind in STRONG and scope == "sys"
+        if kind == "read":
+            if self.written:
+                for near, _ in group.near or self._near(group):
+                    if near.writes:
+                        self._check(near.writes, access, who, False)
+                    if near.strong:
+                        self._check(near.strong, access, who, False)
+            history = group.reads
+        else:
+            self.written = True
+            replaces = kind == "write"
+            for near, covered in group.near or self._near(group):
+                if near.writes:
+                    self._check(near.writes, access, who, replaces and covered)
+                if near.strong and not strong:
+                    self._check(near.strong, access, who, replaces and covered)
+                if near.reads:
+                    self._check(near.reads, access, who, replaces and covered)
+            history = group.strong if strong else group.writes
+            if replaces and self.released:  # a plain store ends what was released through these bytes
+                for byte in [b for b in self.released if region.contains(b)]:
+                    del self.released[byte]
+            if self.versions and kind != "atomic":
+                for byte in [b for b in self.versions if region.contains(b)]:
+                    self.changed(byte)
+        history[who.cta, who.lane, kind, scope] = access
+        if len(history) > _PRUNE:
+            self._prune(history)
+
+    def _prune(self, history: dict) -> None:
+        settled = self.world.settled()
+        for key in [key for key, x in history.items() if x.cta.launch <= settled[x.cta.rank]]:
+            del history[key]
+
+    def _check(self, history: dict, access: Access, who, drop: bool) -> None:
+        """Report the accesses of `history` that race with this one; `drop` those that it takes the place of."""
+        clock, cta, part, is_async = who.clock, who.cta, access.part, who.is_async
+        kind, scope, row = access.kind, access.scope, self.row
+        strong = kind in STRONG
+        for x in history.values():
+            why = ""
+            if strong and x.kind in STRONG:
+                if scope == x.scope == "sys" or mutual(scope, cta, x.scope, x.cta):
+                    continue
+                why = "scope"
+            if x.part is part and not is_async and not x.is_async:
+                if x.multicast is not access.multicast:
+                    self._check_alias(x, access, who)
+                continue
+            if clock.knows(GENERIC, cta, x.cta, x.lane) < x.count:
+                self._found(x, access, who, why or "order")
+            elif is_async and not (x.is_async and x.cta is cta) and clock.knows(row, cta, x.cta, x.lane) < x.count:
+                self._found(x, access, who, "proxy")
+            elif x.multicast is not access.multicast:
+                self._check_alias(x, access, who)
+        if drop:
+            history.clear()
+
+    def _check_alias(self, x: Access, access: Access, who) -> None:
+        """Accesses of one partition through multicast and unicast addresses need an alias fence between."""
+        if x.part is access.part and not x.is_async:
+            crowd = x.part.crowd
+            seen = crowd.fenced[ALIAS] if x.lane == crowd.lane else who.clock.knows(ALIAS, who.cta, x.cta, x.lane)
+        else:
+            seen = who.clock.knows(ALIAS, who.cta, x.cta, x.lane)
+        if seen < x.count:
+            self._found(x, access, who, "alias")
+
+    def _found(self, x: Access, access: Access, who, why: str) -> None:
+        self.world.found(
+            f"race on {self.space} memory {self.name}\n    {x.kind}: {x.place}\n    {access.kind}: {access.place}\n"
+            f"    missing: {missing_order(self.space, x, access, who, why)}"
+        )
+
+    def version(self, byte: int) -> int:
+        """A number that grows with every change of the location at a byte, from now on."""
+        return self.versions.setdefault(byte, 0)
+
+    def changed(self, byte: int) -> None:
+        """The location at a byte may have a new value: those who wait for it may look again."""
+        if byte not in self.versions:
+            return
+        self.versions[byte] += 1
+        for watched in (byte, *self.aborts.pop(byte, ())):
+            waiting = self.watchers.pop(watched, None)
+            if waiting:
+                self.world.wake(waiting)
+
+    def watch(self, byte: int, abort: int | None = None) -> list:
+        """The list to block on until the location at a byte, or the one at `abort`, changes."""
+        self.version(byte)
+        if abort is not None:
+            self.version(abort)
+            self.aborts.setdefault(abort, set()).add(byte)
+        return self.watchers.setdefault(byte, [])
+
+    def release(self, byte: int, part, scope: str) -> None:
+        """Publish at a location what the first thread of a partition knows."""
+        cta = part.cta
+        entries = self.released.setdefault(byte, {})
+        key = (scope, cta if scope == "cta" else cta.rank)
+        generic, alias = part.clock.published(cta), part.clock.published(cta, ALIAS)
+        entry = entries.get(key)
+        if entry is None:
+            entry = entries[key] = Released(generic, alias)
+        else:
+            entry.generic, entry.alias = merged(entry.generic, generic), merged(entry.alias, alias)
+        for old in [old for old in entry.inside if old.ended]:
+            del entry.inside[old]
+        inside = entry.inside.get(cta)
+        if inside is None:
+            entry.inside[cta] = part.clock.copy()
+        else:
+            inside.join(part.clock)
+        part.tick()
+
+    def acquire(self, byte: int, part, scope: str, everybody: bool) -> None:
+        """Learn what was released at a location within mutual scopes; without `everybody`, the first thread only."""
+        entries = self.released.get(byte)
+        if not entries:
+            return
+        if not everybody:
+            part.part_ways()
+        clocks = [part.clock]
+        if everybody and part.crowd.apart is not None:
+            clocks.append(part.crowd.apart)
+        cta = part.cta
+        for (released_scope, where), entry in entries.items():
+            if released_scope == "cta":
+                met = where is cta
+            else:
+                met = where == cta.rank or scope == released_scope == "sys"
+                met = met and (scope != "cta" or cta in entry.inside)
+            if met:
+                inside = entry.inside.get(cta)
+                for clock in clocks:
+                    if inside is not None:
+                        clock.join(inside)
+                    if scope != "cta":
+                        clock.acquire(cta, entry.generic, entry.alias)

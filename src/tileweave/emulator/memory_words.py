@@ -1,0 +1,249 @@
+"""Words that access global memory from registers: loads, stores, atomics, multimem."""
+
+from __future__ import annotations
+
+import builtins
+
+import torch
+from greenlet import getcurrent
+
+from tileweave.emulator.clocks import ALIAS
+from tileweave.emulator.errors import ProtocolError
+from tileweave.emulator.places import Place
+from tileweave.emulator.regions import EMPTY, scattered
+from tileweave.emulator.tiles import DTYPES, Tile, raw, scalar, wrapped
+from tileweave.emulator.views import Pointer
+
+SEMANTICS, SCOPES = ("relaxed", "acquire", "release", "acq_rel"), ("cta", "gpu", "sys")
+
+
+def _unicast(ptr, what: str) -> Pointer:
+    if not isinstance(ptr, Pointer):
+        raise ProtocolError(f"{what} needs a pointer, not a {type(ptr).__name__}: {Place(getcurrent(), what)}")
+    if ptr.slices:
+        raise ProtocolError(
+            f"{what} on a multicast address of {ptr.memory.name}; only multimem words may use it: "
+            f"{Place(getcurrent(), what)}"
+        )
+    return ptr
+
+
+def _everybody(me, is_tile: bool):
+    """Who takes part: all threads in a tile-wide access, the first in one to a single element."""
+    return (me, me.crowd) if is_tile else (me,)
+
+
+def load(pointer, mask=None, other=None, **_):
+    """Elements at a pointer, or at a tile of pointers; masked ones are `other`."""
+    me = getcurrent()
+    ptr = _unicast(pointer, "load")
+    me.pause()
+    offsets, keep, region = ptr.elements(mask, "load")
+    is_tile = isinstance(ptr.offset, torch.Tensor)
+    place = Place(me, "load")
+    for who in _everybody(me, is_tile):
+        ptr.memory.access("read", region, who, place)
+    flat = ptr.flat
+    if keep is None:
+        found = flat[offsets]
+    else:
+        fill = torch.as_tensor(raw(0 if other is None else other)).to(flat.dtype)
+        found = torch.where(keep, flat[torch.where(keep, offsets, 0)], fill)
+    return Tile(found) if is_tile else scalar(found.item(), flat.dtype)
+
+
+def store(pointer, value, mask=None, **_):
+    """Write an element at a pointer, or a tile's at a tile of pointers."""
+    me = getcurrent()
+    ptr = _unicast(pointer, "store")
+    me.pause()
+    offsets, keep, region = ptr.elements(mask, "store")
+    place = Place(me, "store")
+    for who in _everybody(me, isinstance(ptr.offset, torch.Tensor)):
+        ptr.memory.access("write", region, who, place)
+    if region is EMPTY:
+        return
+    flat = ptr.flat
+    values = torch.as_tensor(raw(value)).to(flat.dtype).expand(offsets.shape)
+    if keep is None:
+        flat[offsets] = values
+    else:
+        flat[offsets[keep]] = values[keep]
+
+
+# ---------------------------------------------------------------- atomics
+
+
+def _checked(what: str, sem, scope) -> tuple[str, str]:
+    sem, scope = sem or "acq_rel", scope or "gpu"
+    if sem not in SEMANTICS or scope not in SCOPES:
+        raise ProtocolError(f"{what}: sem {sem!r} and scope {scope!r}; legal are {SEMANTICS} and {SCOPES}")
+    return sem, scope
+
+
+def _poll(me, memory, byte, key, value) -> None:
+    """Polling again what has not changed: sleep until it has."""
+    while me.polled == (*key, memory.version(byte)):
+        me.block(memory.watch(byte), lambda: f"{memory.name}, byte {byte}, to change from {value}")
+
+
+def _atomic(name: str, new_value, tiles):
+    """A read-modify-write word. Releases accumulate at the location; an acquire takes those of mutual scope."""
+
+    def word(pointer, *operands, mask=None, sem=None, scope=None, used=True):
+        me = getcurrent()
+        sem, scope = _checked(name, sem, scope)
+        ptr = _unicast(pointer, name)
+        if isinstance(ptr.offset, torch.Tensor):
+            return _atomic_tile(me, ptr, name, tiles, operands, mask, sem, scope, used)
+        if mask is not None and not bool(raw(mask)):
+            return 0
+        _, _, region = ptr.elements(None, name)
+        memory, flat, byte, offset = ptr.memory, ptr.flat, region.lo, int(ptr.offset)
+        what = f"{name}, {sem}, scope {scope}"
+        place = Place(me, what)
+        key = (memory, byte, place.code, place.instruction)
+        if me.polled == (*key, memory.version(byte)):
+            _poll(me, memory, byte, key, flat[offset].item())
+        else:
+            me.pause()
+        old = flat[offset].item()
+        new = new_value(old, *operands)
+        memory.access("atomic", region, me, place, scope)
+        if new != old:
+            flat[offset] = wrapped(new) if flat.dtype is torch.int32 else new
+            memory.changed(byte)
+            me.polled = None
+        else:
+            me.polled = (*key, memory.version(byte))
+        if "acq" in sem:
+            memory.acquire(byte, me, scope, everybody=False)
+        if "rel" in sem and sem != "relaxed":
+            memory.release(byte, me, scope)
+        if used:  # the first thread tells the others the result
+            me.sync()
+        return scalar(old, flat.dtype)
+
+    return word
+
+
+def _atomic_tile(me, ptr, name, tiles, operands, mask, sem, scope, used):
+    """Every thread its elements. One after the other where several lanes name one element."""
+    me.pause()
+    offsets, keep, region = ptr.elements(mask, name)
+    place = Place(me, f"{name}, {sem}, scope {scope}")
+    for who in _everybody(me, True):
+        ptr.memory.access("atomic", region, who, place, scope)
+    flat, size = ptr.flat, ptr.flat.element_size()
+    kept = torch.ones(offsets.shape, dtype=torch.bool) if keep is None else keep
+    old = torch.zeros(offsets.shape, dtype=flat.dtype)
+    columns = [torch.as_tensor(raw(x)).to(flat.dtype).expand(offsets.shape)[kept] for x in operands]
+    at = offsets[kept]
+    before = torch.empty(len(at), dtype=flat.dtype)
+    for i, offset in enumerate(at.tolist()):
+        before[i] = flat[offset]
+        flat[offset] = tiles(flat[offset], *(column[i] for column in columns))
+        if "acq" in sem:
+            ptr.memory.acquire(offset * size, me, scope, everybody=True)
+        if "rel" in sem and sem != "relaxed":
+            ptr.memory.release(offset * size, me, scope)
+        ptr.memory.changed(offset * size)
+    old[kept] = before
+    if used:
+        me.sync()
+    return Tile(old)
+
+
+atomic_add = _atomic("atomic_add", lambda old, x: old + x, lambda old, x: old + x)
+atomic_xchg = _atomic("atomic_xchg", lambda old, x: x, lambda old, x: x)
+atomic_cas = _atomic(
+    "atomic_cas",
+    lambda old, expected, x: x if old == expected else old,
+    lambda old, expected, x: torch.where(old == expected, x, old),
+)
+atomic_max = _atomic("atomic_max", builtins.max, torch.maximum)
+
+
+# ---------------------------------------------------------------- multicast addresses
+
+
+def _slices(ptr, what: str):
+    """Offsets and mask-free bytes of the elements in every rank's slice."""
+    if not isinstance(ptr, Pointer) or not ptr.slices:
+        raise ProtocolError(
+            f"{what} on a unicast address: only a multicast address (host: Multicast(tensor)) is legal: "
+            f"{Place(getcurrent(), what)}"
+        )
+    if ptr.torch_dtype not in (torch.float16, torch.bfloat16):
+        raise ProtocolError(f"{what} takes 16-bit floats, not {ptr.torch_dtype}: {Place(getcurrent(), what)}")
+    n, distance = ptr.slices
+    offsets = torch.as_tensor(ptr.offset)
+    start = ptr.memory.tensor.storage_offset()
+    low, high = int(offsets.min()) - start, int(offsets.max()) - start
+    if low < 0 or high >= distance:
+        raise ProtocolError(
+            f"{what} at elements {low} to {high} of a slice of {ptr.memory.name}, which has {distance}: "
+            f"{Place(getcurrent(), what)}"
+        )
+    size = ptr.torch_dtype.itemsize
+    return [
+        (offsets + rank * distance, scattered((offsets + rank * distance).reshape(-1).numpy(), size))
+        for rank in range(n)
+    ]
+
+
+def _multimem(ptrs, what: str, kind: str):
+    me = getcurrent()
+    me.pause()
+    slices = _slices(ptrs, what)
+    place = Place(me, what)
+    for _, region in slices:
+        for who in _everybody(me, True):
+            ptrs.memory.access(kind, region, who, place, multicast=True)
+    return slices
+
+
+def multimem_load_reduce(ptrs):
+    """Sum over all ranks, float32 accumulation, of 16-bit floats at multicast addresses."""
+    slices = _multimem(ptrs, "multimem_load_reduce", "read")
+    total = sum(ptrs.flat[offsets].float() for offsets, _ in slices)
+    return Tile(total.to(ptrs.torch_dtype))
+
+
+def multimem_store(ptrs, value):
+    """Store to every rank at once."""
+    for offsets, _ in _multimem(ptrs, "multimem_store", "write"):
+        ptrs.flat[offsets] = value.t.to(ptrs.torch_dtype)
+
+
+def multimem_add(ptrs, value):
+    """Add to every rank's memory at once, atomically."""
+    for offsets, _ in _multimem(ptrs, "multimem_add", "add"):
+        ptrs.flat[offsets] += value.t.to(ptrs.torch_dtype)
+
+
+def fence_proxy_alias():
+    """Order accesses through multicast and unicast addresses of the same memory."""
+    getcurrent().fence(ALIAS)
+
+
+# ---------------------------------------------------------------- sums over ranks
+
+
+def reduce(ptrs, stride, world):
+    """Sum over all ranks of the elements at `ptrs` (into rank 0's slice), in float32, in rank order."""
+    total = load(ptrs).to(_FLOAT32)
+    for peer in range(1, world):
+        total += load(ptrs + stride * peer).to(_FLOAT32)
+    return total
+
+
+def all_reduce(ptrs, stride, world):
+    """`reduce`, the rounded sum then stored back to every rank's slice; returns it in float32."""
+    total = reduce(ptrs, stride, world)
+    for peer in range(world):
+        store(ptrs + stride * peer, total.to(ptrs.dtype.element_ty))
+    return total
+
+
+_FLOAT32 = next(word for word, dtype in DTYPES.items() if dtype is torch.float32)

@@ -1,0 +1,63 @@
+"""Places in kernels: who was where, cheap to note and formatted only for a report."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from types import CodeType
+
+KERNEL_FILES: set[str] = set()  # files of which functions have been rebuilt; their frames are places in a kernel
+
+
+class Place:
+    """An agent, what it does there, and the instruction of the kernel (and of the device function's caller)."""
+
+    __slots__ = ("caller", "code", "instruction", "part", "what")
+
+    def __init__(self, part, what: str, code: CodeType | None = None, instruction: int = 0):
+        self.part, self.what, self.code, self.instruction, self.caller = part, what, code, instruction, None
+        if code is None:
+            self._find()
+
+    def _find(self) -> None:
+        files = KERNEL_FILES
+        frame = sys._getframe(3)
+        while frame is not None and frame.f_code.co_filename not in files:
+            frame = frame.f_back
+        if frame is not None:
+            self.code, self.instruction = frame.f_code, frame.f_lasti
+            outer = frame.f_back
+            if outer is not None and outer.f_code.co_filename in files:
+                self.caller = outer.f_code, outer.f_lasti
+
+    @property
+    def line(self) -> int:
+        """The line number in the kernel's file (0: none)."""
+        return line_of(self.code, self.instruction) if self.code else 0
+
+    @property
+    def source(self) -> str:
+        """The text of the line."""
+        return linecache.getline(self.code.co_filename, self.line).strip() if self.code else ""
+
+    def __str__(self):
+        text = f"{self.what} by {self.part.title}"
+        if self.code:
+            text += f", {describe(self.code, self.instruction)}: {self.source}"
+        if self.caller:
+            text += f" (called at {describe(*self.caller)})"
+        return text
+
+
+def line_of(code: CodeType, instruction: int) -> int:
+    """The source line of an instruction."""
+    for i, (line, *_) in enumerate(code.co_positions()):
+        if i == instruction // 2:
+            return line or code.co_firstlineno
+    return code.co_firstlineno
+
+
+def describe(code: CodeType, instruction: int) -> str:
+    """File, line and function of an instruction."""
+    return f"{os.path.basename(code.co_filename)}:{line_of(code, instruction)} in {code.co_name}"

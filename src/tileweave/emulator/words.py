@@ -1,0 +1,89 @@
+"""The words of `tileweave.lang` as the emulator understands them: one attribute for each, no others in `__all__`."""
+
+from tileweave import lang
+from tileweave.emulator.async_words import (
+    allocate_shared_memory,
+    barrier,
+    broadcast_async,
+    fence_async_shared,
+    fence_proxy_async,
+    load_async,
+    mbarrier_arrive,
+    mbarrier_expect,
+    mbarrier_init,
+    mbarrier_invalidate,
+    mbarrier_wait,
+    store_add_async,
+    store_async,
+    store_read_wait,
+    store_wait,
+    tma_load,
+    tma_store,
+    warp_specialize,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from tileweave.emulator.flag_words import ABORT, HEADER_WORDS, RECORD, Flags, barrier_all, signal, signal_all, wait
+from tileweave.emulator.memory_words import (
+    all_reduce,
+    atomic_add,
+    atomic_cas,
+    atomic_max,
+    atomic_xchg,
+    fence_proxy_alias,
+    load,
+    multimem_add,
+    multimem_load_reduce,
+    multimem_store,
+    reduce,
+    store,
+)
+from tileweave.emulator.tile_words import (
+    arange,
+    cdiv,
+    convert_layout,
+    exp2,
+    full,
+    log2,
+    max,
+    maximum,
+    min,
+    minimum,
+    num_programs,
+    num_warps,
+    program_id,
+    static_assert,
+    static_range,
+    sum,
+    where,
+    zeros,
+)
+from tileweave.emulator.tiles import Tile as tensor
+from tileweave.emulator.views import Descriptor as tensor_descriptor
+from tileweave.emulator.views import View as shared_memory_descriptor
+
+
+def constexpr(value):
+    """Everything is known at compile time here."""
+    return value
+
+
+# Types and layouts are values that kernels hand around: the library's own serve.
+int1, int32, int64 = lang.int1, lang.int32, lang.int64
+float16, bfloat16, float32 = lang.float16, lang.bfloat16, lang.float32
+BlockedLayout, SliceLayout, NVMMADistributedLayout = lang.BlockedLayout, lang.SliceLayout, lang.NVMMADistributedLayout
+NVMMASharedLayout, MBarrierLayout = lang.NVMMASharedLayout, lang.MBarrierLayout
+
+__all__ = [
+    "ABORT", "HEADER_WORDS", "RECORD", "BlockedLayout", "Flags", "MBarrierLayout", "NVMMADistributedLayout",
+    "NVMMASharedLayout", "SliceLayout", "all_reduce", "allocate_shared_memory", "arange", "atomic_add", "atomic_cas",
+    "atomic_max", "atomic_xchg", "barrier", "barrier_all", "bfloat16", "broadcast_async", "cdiv", "constexpr",
+    "convert_layout", "exp2", "fence_async_shared", "fence_proxy_alias", "fence_proxy_async", "float16", "float32",
+    "full", "int1", "int32", "int64", "load", "load_async", "log2", "max", "maximum", "mbarrier_arrive",
+    "mbarrier_expect", "mbarrier_init", "mbarrier_invalidate", "mbarrier_wait", "min", "minimum", "multimem_add",
+    "multimem_load_reduce", "multimem_store", "num_programs", "num_warps", "program_id", "reduce",
+    "shared_memory_descriptor", "signal", "signal_all", "static_assert", "static_range", "store", "store_add_async",
+    "store_async", "store_read_wait", "store_wait", "sum", "tensor", "tensor_descriptor", "tma_load", "tma_store",
+    "wait", "warp_specialize", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "where", "zeros",
+]  # fmt: skip

@@ -1,0 +1,359 @@
+"""The world: ranks with their host threads, streams and memories, and the scheduler of one seeded run."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import threading
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from greenlet import getcurrent
+
+from tileweave import lang
+from tileweave.emulator.agents import CTA, HOST_LAUNCH, Partition
+from tileweave.emulator.async_words import release_shared_memory
+from tileweave.emulator.clocks import Clock, Past, merged
+from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
+from tileweave.emulator.hosts import Host
+from tileweave.emulator.memory import Memory
+from tileweave.emulator.places import Place
+from tileweave.emulator.rebuild import rebuilt, translate
+from tileweave.emulator.views import Descriptor, Multicast, Pointer, region_of
+
+_COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
+_STARVED_TURN = 0.002  # how often a starved agent runs although others could
+
+
+class World:
+    """`ranks` emulated GPUs, each with a host thread, one stream and `sms` SMs (None: no limit).
+
+        world = World(4, seed=0)
+        results = world.run(fn)                      # fn(rank), on a thread of its own per rank
+        # inside fn:
+        world.launch(kernel, (grid,), *args, num_warps=8)
+        value = world.rendezvous(action)
+
+    One thread runs at a time, so that a seed replays exactly. Memory lives as long as the world, and what an earlier
+    `run` did happens before a later one. With `halt=False` races are collected in `races` instead of raised.
+    `reduce_scope` is the scope at which TMA reduce-adds are taken to be atomic; `delayed` ranks run only when nobody
+    else can. Raises what fn raised, RaceError, DeadlockError, ProtocolError.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        seed: int = 0,
+        sms: int | None = None,
+        *,
+        halt: bool = True,
+        reduce_scope: str = "sys",
+        delayed: Sequence[int] = (),
+        max_steps: int = 100_000_000,
+    ):
+        if ranks < 1:
+            raise ValueError(f"ranks must be at least 1, got {ranks}")
+        if sms is not None and sms < 1:
+            raise ValueError(f"sms must be at least 1 (or None for no limit), got {sms}")
+        if reduce_scope not in ("gpu", "sys"):
+            raise ValueError(f"reduce_scope must be 'gpu' or 'sys', got {reduce_scope!r}")
+        self.ranks, self.seed, self.sms, self.halt = ranks, seed, sms, halt
+        self.reduce_scope, self.delayed, self.max_steps = reduce_scope, frozenset(delayed), max_steps
+        self.races: list[str] = []
+        self.steps = self.trace = 0
+        self._random = random.Random(seed)
+        self._hurry = self._random.choice((0.02, 0.3, 0.9))  # how eager asynchronous operations are
+        self._lazy = self._random.choice((0, 0, 0.02, 0.2))  # how many of them are starved
+        self._drag = self._random.choice((None, "rank", "cta", "part", "op"))  # and which kind of agent is
+        self._dragged: dict[tuple, bool] = {}
+        self._serial = 0
+        self._launches = [0] * ranks
+        self._memories: dict[int, Memory] = {}
+        self._seat = threading.local()
+        self.hub: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self._ready: list = []
+        self._ops: list = []
+        self._held: list = []
+        self.parts: list[Partition] = []
+        self.hosts: list[Host] = []
+        self._running: list[CTA] = []
+        self._meeting: list[Host] = []
+
+    # ------------------------------------------------------------ what a host program does
+
+    def run(self, fn: Callable[[int], Any]) -> list:
+        """Call `fn(rank)` on a thread per rank and return the results in rank order."""
+        if self.hub is not None:
+            raise RuntimeError("World.run: this world is already running; a world runs one program at a time")
+        self.hub = getcurrent()
+        self.forget()
+        past = self._everything()
+        self.hosts = [Host(self, rank, fn, self._seat) for rank in range(self.ranks)]
+        for host in self.hosts:
+            cta = CTA(self, host.rank, None, HOST_LAUNCH, past)
+            host.part = Partition(cta, "host", Clock.starting(past), host.drive)
+        try:
+            self._schedule()
+            self._conclude()
+            return [host.result for host in self.hosts]
+        except EmulatorError as error:
+            error.seed = self.seed
+            raise
+        finally:
+            for host in self.hosts:
+                host.stop()
+            for part in self.parts:
+                if part:
+                    part.throw()
+            self._reset()
+            self.hub = None
+
+    def launch(self, kernel, grid: Sequence[int], *args, num_warps: int = 4, **kwargs) -> None:
+        """Inside fn: run a kernel on this rank's stream and return when all its CTAs and transfers have ended.
+
+        Arguments are those of the kernel: tensors, TensorDescriptors, Multicast addresses, numbers, constexprs.
+        """
+        host = self._host("launch")
+        for option in _COMPILE_OPTIONS:
+            kwargs.pop(option, None)
+        grid = (*map(int, grid), 1, 1)[:3]
+        host.submit(lambda: self._launch(host.part, kernel, grid, args, kwargs, num_warps), "launch")
+
+    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
+        """Inside fn, by every rank: all meet, one of them runs `action`, and all return its result.
+
+        What ranks did before happens before what they do after.
+        """
+        host = self._host("rendezvous")
+        if host.submit(lambda: self._arrive(host), "rendezvous"):
+            value = action() if action else None
+            host.submit(lambda: self._go_on(value), "rendezvous")
+            return value
+        return host.met
+
+    def touch(self, tensor: torch.Tensor, kind: str) -> None:
+        """Inside fn: declare that this rank's host reads or writes a tensor now, so that races with it are seen."""
+        if kind not in ("read", "write"):
+            raise ValueError(f"kind must be 'read' or 'write', got {kind!r}")
+        host = self._host("touch")
+        host.submit(lambda: self._touch(host, tensor, kind), kind)
+
+    def _host(self, name: str) -> Host:
+        host = getattr(self._seat, "host", None)
+        if host is None:
+            raise RuntimeError(f"World.{name} is called inside of the function given to World.run, by a rank's thread")
+        return host
+
+    # ------------------------------------------------------------ jobs of hosts, run by their partitions
+
+    def _touch(self, host: Host, tensor: torch.Tensor, kind: str) -> None:
+        host.part.pause()
+        self.memory(tensor, "tensor").access(kind, region_of(tensor), host.part, host.place(f"host {kind}"))
+
+    def _arrive(self, host: Host) -> bool:
+        self._meeting.append(host)
+        if len(self._meeting) == self.ranks:
+            return True
+        host.part.block(host.waiters, self._describe_meeting)
+        return False
+
+    def _describe_meeting(self) -> str:
+        absent = [h.rank for h in self.hosts if h not in self._meeting]
+        return f"ranks {absent} to come to the rendezvous"
+
+    def _go_on(self, value) -> None:
+        # Nothing else runs: a host waits for its kernels and their transfers to end.
+        self.forget()
+        past = self._everything()
+        for host in self._meeting:
+            host.met = value
+            host.part.clock.past = (past,) * 4
+            self.wake(host.waiters)
+        self._meeting.clear()
+
+    def _everything(self) -> Past:
+        """Knowledge of all launches so far."""
+        return Past(tuple(self._launches), {})
+
+    def forget(self) -> None:
+        """All that happened so far happens before all to come: no history is needed."""
+        for memory in self._memories.values():
+            memory.forget()
+
+    def _launch(self, host: Partition, kernel, grid, args, kwargs, num_warps: int) -> None:
+        fn, rank = rebuilt(kernel), host.rank
+        bound = _signature(kernel.fn).bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = [self._argument(rank, name, value) for name, value in bound.arguments.items()]
+        self._launches[rank] += 1
+        number = self._launches[rank]
+        past = host.clock.published(host.cta)
+        host.tick()
+        running: list[Partition] = []
+        for id, (z, y, x) in enumerate(np.ndindex(grid[2], grid[1], grid[0])):
+            if self.sms and len(running) >= self.sms:  # co-residency is limited
+                self._finish(host, running.pop(0))
+            cta = CTA(self, rank, id, number, past, (x, y, z), grid, num_warps)
+            self._running.append(cta)
+            running.append(Partition(cta, "main", Clock.starting(past), self._body, (fn, values)))
+        for part in running:
+            self._finish(host, part)
+        known = host.clock.past[0]
+        ended = tuple(number if r == rank else n for r, n in enumerate(known.ended))
+        live = {cta: row for cta, row in known.live.items() if cta.launch > ended[cta.rank]}
+        host.clock.past = (Past(ended, live),) * 4
+
+    def _body(self, fn, values) -> None:
+        me = getcurrent()
+        fn(*values)
+        me.sync()
+        release_shared_memory(me)
+
+    def _finish(self, host: Partition, part: Partition) -> None:
+        cta = part.cta
+        while not part.done:
+            host.block(part.waiters, lambda: f"CTA {cta.id} to end")
+        while cta.ops:
+            host.block(cta.waiters, lambda: f"transfers of CTA {cta.id} to end")
+        cta.ended = True
+        self._running.remove(cta)
+        clock = host.clock
+        clock.past = (merged(clock.past[0], part.clock.past[0]), *clock.past[1:])
+
+    def _argument(self, rank: int, name: str, value):
+        title = f"{name} (first seen by rank {rank})"
+        if isinstance(value, lang.TensorDescriptor):
+            return Descriptor(self.memory(value.base, title), value)
+        if isinstance(value, torch.Tensor):
+            return Pointer(self.memory(value, title), value.dtype, value.storage_offset())
+        if isinstance(value, Multicast):
+            t = value.tensor
+            return Pointer(self.memory(t, title), t.dtype, t.storage_offset(), (t.shape[0], t.stride(0)))
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, float):
+            return float(np.float32(value))
+        return translate(value)
+
+    def memory(self, tensor: torch.Tensor, name: str) -> Memory:
+        """The history of a tensor's storage."""
+        key = tensor.untyped_storage().data_ptr()
+        memory = self._memories.get(key)
+        if memory is None:
+            memory = Memory(self, name, "global", tensor.detach())
+            if key:  # storages without bytes have no address
+                self._memories[key] = memory
+        return memory
+
+    # ------------------------------------------------------------ the scheduler
+
+    def _schedule(self) -> None:
+        """Run whoever can run, in an order drawn from the seed, until nobody can."""
+        rng = self._random.random
+        while self._ready or self._ops or self._held or self._let_pollers_on():
+            self.steps += 1
+            if self.steps > self.max_steps:
+                raise DeadlockError(f"no end after {self.max_steps} steps (max_steps)")
+            agents = self._ready
+            if self._held and (not (self._ready or self._ops) or rng() < _STARVED_TURN):
+                agents = self._held
+            elif self._ops and (not agents or rng() < self._hurry):
+                agents = self._ops
+            i = int(rng() * len(agents))
+            agent = agents[i]
+            agents[i] = agents[-1]
+            agents.pop()
+            self.trace = hash((self.trace, agent.serial))
+            if agent.is_async:
+                agent.step()
+            else:
+                agent.switch()
+
+    def _conclude(self) -> None:
+        """Nothing can run: was that the end?"""
+        for host in self.hosts:
+            if host.error is not None:
+                raise host.error
+        blocked = [part for part in self.parts if part.waiting]
+        if blocked:
+            lines = [f"    {place} -- for {describe(*args)}" for place, describe, args in (p.waiting for p in blocked)]
+            raise DeadlockError("deadlock: nothing can run\n" + "\n".join(lines))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody but the current agent can run."""
+        return not (self._ready or self._ops or self._held)
+
+    def enqueue(self, agent) -> None:
+        """An agent can run."""
+        (self._held if agent.slow else self._ops if agent.is_async else self._ready).append(agent)
+
+    def wake(self, waiters: list) -> None:
+        """Those who wait in a list can run."""
+        for agent in waiters:
+            self.enqueue(agent)
+        waiters.clear()
+
+    def _let_pollers_on(self) -> bool:
+        """Nothing can run: a poll that is not a spin loop may go on, a few times."""
+        for part in self.parts:
+            if part.waiting and part.polled and part.patience:
+                memory, byte = part.polled[:2]
+                part.patience, part.polled = part.patience - 1, None
+                self.wake(memory.watchers.pop(byte, []))
+        return not self.idle
+
+    def register(self, part: Partition) -> int:
+        """Enter a partition; returns its serial number."""
+        if len(self.parts) > 1024:
+            self.parts = [p for p in self.parts if not p.dead]
+        self.parts.append(part)
+        return self.next_serial()
+
+    def next_serial(self) -> int:
+        """A number for an agent, by which a trace knows it."""
+        self._serial += 1
+        return self._serial
+
+    def starve(self) -> bool:
+        """Whether an asynchronous operation is starved in this run."""
+        return self._lazy > 0 and self._random.random() < self._lazy
+
+    def is_slow(self, *tags: tuple) -> bool:
+        """Whether this run starves agents with one of these tags (half of those of one kind)."""
+        for tag in tags:
+            if tag[0] == "rank" and tag[1] in self.delayed:
+                return True
+            if tag[0] == self._drag:
+                if tag not in self._dragged:
+                    self._dragged[tag] = self._random.random() < 0.5
+                if self._dragged[tag]:
+                    return True
+        return False
+
+    def settled(self) -> list[int]:
+        """Per rank, how many launches happen before anything that can still be done by anybody."""
+        pasts = [host.part.clock.past[0].ended for host in self.hosts]
+        pasts += [cta.final.past[0].ended for cta in self._running]
+        return [min(ended) for ended in zip(*pasts, strict=True)]
+
+    def found(self, text: str) -> None:
+        """A race."""
+        if self.halt:
+            raise RaceError(text)
+        self.races.append(text)
+
+    def place(self, part: Partition, what: str) -> Place:
+        """Where a partition is in its kernel."""
+        return Place(part, what)
+
+
+@lru_cache(256)
+def _signature(fn) -> inspect.Signature:
+    return inspect.signature(fn)
