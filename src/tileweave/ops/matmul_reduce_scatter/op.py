@@ -18,7 +18,11 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Call:
-    """The checked arguments of one call. m, n: the full product; k: this rank's inner size; rows: m / world."""
+    """The checked arguments of one call. m, n: the full product; k: this rank's inner size; rows: m / world.
+
+    deterministic: the parts of the sources are kept apart. Two ranks always do that: a sum of one part needs no adding,
+    and a place that is overwritten needs no zeroing.
+    """
 
     op: str
     bias: torch.Tensor | None
@@ -52,8 +56,8 @@ def matmul_reduce_scatter(
         op: "sum", or "avg" for the sum divided by the world size.
         bias: `[N]`, dtype of `a`, the same on all ranks; added once, after the reduction.
         deterministic: True: each source's part is kept apart and summed in a fixed order in float32, so that equal
-            inputs give equal bits. False: parts are added in the result's dtype in order of arrival. None: True under
-            torch.use_deterministic_algorithms.
+            inputs give equal bits; always so for two ranks. False: parts are added in the result's dtype in order of
+            arrival. None: True under torch.use_deterministic_algorithms.
         out_dtype: dtype of the result and of what travels: that of `a` (default) or float32.
         plan: a `Plan` to use instead of the planner's, the same on all ranks.
 
@@ -116,7 +120,7 @@ def check(fabric: Fabric, a, b, op, bias, deterministic, out_dtype) -> Call:
         raise NotImplementedError(f"{NAME} has no backward pass yet: call it under torch.no_grad(), or detach its inputs")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    return Call(op, bias, bool(deterministic), out_dtype or a.dtype, m, n, k, m // world)
+    return Call(op, bias, bool(deterministic) or world == 2, out_dtype or a.dtype, m, n, k, m // world)
 
 
 def choose(fabric: Fabric, call: Call, a: torch.Tensor, plan: Plan | None) -> Route:

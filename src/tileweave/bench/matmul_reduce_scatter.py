@@ -1,0 +1,143 @@
+"""matmul_reduce_scatter on virtual ranks: what the protocol costs. `python -m tileweave.bench.matmul_reduce_scatter`
+
+W ranks share one GPU, each with 1/W of the SMs, so no link is measured. Contenders, interleaved:
+
+    fused         the op, all ranks
+    deterministic the same with deterministic=True
+    local         W one-rank grids of the same kernel, tiling and SM share, running at once, that store all their tiles
+                  in their own memory: same matmul, no peers. fused / local - 1 is the overhead of the protocol
+    cublas        W whole-GPU torch.mm, one after the other; no reduction
+
+Prints a table and writes JSON where --json says.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from tileweave.bench.measure import interleaved, machine
+from tileweave.fabric import virtual_world
+from tileweave.fabric.base import Channel
+from tileweave.fabric.virtual import Launch, VirtualFabric, launch_all
+from tileweave.ops.matmul_reduce_scatter import op as rs
+from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+from tileweave.planner import Plan
+
+SHAPES = [(1, 8192, 8192, 8192)] + [(w, 8192, 8192, k) for k in (4096, 2048) for w in (2, 4, 8)]
+
+
+class Recorder(VirtualFabric):
+    """A rank's fabric that keeps its launches instead of making them, so that timing holds no host work.
+
+    With `alone` it is a world of one rank on that rank's share of the SMs.
+    """
+
+    def __init__(self, fabric: VirtualFabric, alone: bool):
+        super().__init__(fabric.world, fabric.rank)
+        self.kept: list[Launch] = []
+        self.alone = alone
+        if alone:
+            self.rank, self.world_size = 0, 1
+
+    def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
+        if not self.alone:
+            return super().channel(op, adding_bytes, staging_bytes)
+        words = [torch.zeros(1, 128, dtype=torch.int32, device=self.device) for _ in range(2)]
+        nothing = torch.zeros(1, 512, dtype=torch.uint8, device=self.device)
+        return Channel(op, words[0], words[1][0], nothing, nothing, 10**9)
+
+    def launch(self, kernel, grid, args, *, num_warps) -> None:
+        compiled = self.world.compile(kernel, grid, args, num_warps)
+        if compiled.module is None:
+            compiled._init_handles()
+        self.kept.append(Launch(compiled, grid, args, torch.cuda.current_stream().cuda_stream, False))
+
+
+def record(world, a, b, alone: bool, plan: Plan | None, **options):
+    """All ranks' launches of one call, and the results they will write."""
+
+    def rank_program(rank, group):
+        fabric = Recorder(group.world.fabric(rank), alone)
+        call = rs.check(fabric, a[rank], b[rank], "sum", None, options.get("deterministic", False), None)
+        chosen = plan or rs.choose(fabric, call, a[rank], None).plan
+        out = rs.fused(fabric, call, a[rank], b[rank], chosen)
+        return fabric.kept[0], out, chosen, torch.cuda.current_stream()
+
+    launches, outs, plans, streams = zip(*world.run(rank_program), strict=True)
+    return launches, outs, plans[0], streams
+
+
+def together(launches: Sequence[Launch], streams: Sequence[torch.cuda.Stream]) -> Callable[[], None]:
+    """A contender: all ranks' launches, each on its stream, between two points of the current stream."""
+
+    def run() -> None:
+        here = torch.cuda.current_stream()
+        start = here.record_event()
+        for stream in streams:
+            stream.wait_event(start)
+        launch_all(launches)
+        for stream in streams:
+            here.wait_stream(stream)
+
+    return run
+
+
+def measure(world_size: int, m: int, n: int, k: int, rounds: int) -> dict:
+    """One row: errors against float32 on fresh data with poisoned results, then times. k is one rank's share."""
+    a = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(world_size)]
+    b = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16).t() for _ in range(world_size)]
+    product = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    with virtual_world(world_size, "cuda", timeout=5.0) as world:
+        contenders, errors = {}, {}
+        truth = reference(a, b)
+        plan = None
+        for name, alone, deterministic in (
+            ("fused", False, False),
+            ("deterministic", False, True),
+            ("local", True, False),
+        ):
+            launches, outs, plan, streams = record(world, a, b, alone, plan, deterministic=deterministic)
+            contenders[name] = together(launches, streams)
+            for out in outs:
+                out.fill_(float("nan"))
+            contenders[name]()
+            torch.cuda.synchronize()
+            error = max(
+                relative_error(out, a[r].float() @ b[r].float()) for r, out in enumerate(outs)
+            ) if alone else relative_error(torch.cat(outs), truth)  # fmt: skip
+            assert error <= tolerance(torch.bfloat16, world_size, deterministic), (name, error)
+            errors[name] = error
+        del truth
+        contenders["cublas"] = lambda: [torch.mm(x, y, out=product) for x, y in zip(a, b, strict=True)] and None
+        times = interleaved(contenders, rounds)
+        world.check()
+    flop = 2 * m * n * k * world_size
+    return {
+        "world": world_size, "m": m, "n": n, "k_local": k, "plan": plan.to_dict(), "rel_error": errors,
+        "ms": {name: [t.median, t.low, t.high] for name, t in times.items()},
+        "tflops": {name: flop / t.median / 1e9 for name, t in times.items()},
+        "overhead_percent": 100 * (times["fused"].median / times["local"].median - 1),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure all shapes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    rows = []
+    print("TFLOP/s (median of interleaved rounds); overhead of the protocol against local", flush=True)
+    for shape in SHAPES:
+        rows.append(row := measure(*shape, options.rounds))
+        figures = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
+        print("W={} M={} N={} K_local={}:".format(*shape), figures, f" {row['overhead_percent']:+.1f}%", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Timing of GPU work: interleaved, medians with spread; and what it ran on."""
+
+import statistics
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over the rounds of one contender."""
+
+    median: float
+    low: float
+    high: float
+
+
+def interleaved(contenders: dict[str, Callable[[], None]], rounds: int = 15, warmup: int = 3) -> dict[str, Timing]:
+    """Time each contender once a round, in turn, so that clocks and temperature are the same for all.
+
+    A contender enqueues its work so that the current stream is behind all of it.
+    """
+    for run in contenders.values():
+        for _ in range(warmup):
+            run()
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end))
+    return {name: Timing(statistics.median(ts), min(ts), max(ts)) for name, ts in times.items()}
+
+
+def machine() -> dict[str, str]:
+    """Hardware, versions, date and commit, to be kept with every figure."""
+    import triton
+
+    root = Path(__file__).parents[3]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda or "",
+        "date": date.today().isoformat(),
+        "commit": commit.stdout.strip() or "unknown",
+    }

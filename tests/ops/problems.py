@@ -1,0 +1,45 @@
+"""Problems for the op's tests: operands of all ranks, a run in an emulated world, comparison with the float32 truth."""
+
+import torch
+
+import tileweave as tw
+from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+
+
+def operands(world, m, n, k, seed, dtype=torch.bfloat16, a_t=False, b_t=True, bias=False, device="cpu"):
+    """Fresh random a, b of every rank, and a bias; `k` is one rank's share."""
+    g = torch.Generator().manual_seed(seed)
+
+    def rand(rows, columns, transposed):
+        shape = (columns, rows) if transposed else (rows, columns)
+        x = torch.randn(*shape, generator=g).to(dtype).to(device)
+        return x.t() if transposed else x
+
+    a = [rand(m, k, a_t) for _ in range(world)]
+    b = [rand(k, n, b_t) for _ in range(world)]
+    return a, b, torch.randn(n, generator=g).to(dtype).to(device) if bias else None
+
+
+def assert_right(outs, a, b, *, op="sum", bias=None, deterministic=False):
+    """Every shard has its shape and is near the truth, which is not zero."""
+    world = len(a)
+    (m, _), n = a[0].shape, b[0].shape[1]
+    assert [tuple(o.shape) for o in outs] == [(m // world, n)] * world
+    truth = reference(a, b, op, bias)
+    error = relative_error(torch.cat(outs), truth)
+    assert error <= tolerance(outs[0].dtype, world, deterministic), error
+    if truth.numel() and truth.norm() > 0:
+        assert torch.cat(outs).abs().sum() > 0
+
+
+def run_calls(world, calls, **options):
+    """Make the calls, one after the other, on every rank of `world`; a call is (a, b, keyword arguments).
+
+    Returns, per call, the results of all ranks. No rank waits for the others between its calls.
+    """
+
+    def rank_program(rank, group):
+        return [tw.matmul_reduce_scatter(a[rank], b[rank], group, **kw, **options) for a, b, kw in calls]
+
+    by_rank = world.run(rank_program)
+    return list(zip(*by_rank, strict=True))

@@ -1,0 +1,94 @@
+"""The op on virtual ranks of a real GPU, against the float32 truth."""
+
+import threading
+
+import pytest
+import torch
+
+import tileweave as tw
+from tileweave import FabricTimeout, Plan
+from tests.ops.problems import assert_right, operands, run_calls
+
+pytestmark = pytest.mark.gpu
+MODES = [False, True]
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world, m, n, k", [(1, 1000, 776, 520), (2, 2048, 1024, 512), (3, 3 * 104, 328, 200), (4, 4 * 520, 1032, 72), (5, 5 * 8, 72, 264), (8, 8 * 264, 520, 128)])  # fmt: skip
+def test_world_sizes_ragged_shapes_two_calls(world, m, n, k, dtype, deterministic):
+    calls = []
+    for i in range(2):
+        a, b, bias = operands(world, m, n, k, seed=i, dtype=dtype, bias=True, device="cuda")
+        calls.append((a, b, dict(bias=bias, deterministic=deterministic)))
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        for outs, (a, b, kw) in zip(run_calls(w, calls), calls, strict=True):
+            assert_right(outs, a, b, **kw)
+
+
+@pytest.mark.parametrize("a_t, b_t", [(False, False), (True, True), (True, False)])
+def test_stride_orders_avg_and_float32(a_t, b_t):
+    a, b, bias = operands(4, 1024, 520, 256, seed=3, a_t=a_t, b_t=b_t, bias=True, device="cuda")
+    kw = dict(op="avg", bias=bias, out_dtype=torch.float32)
+    with tw.virtual_world(4, device="cuda", timeout=5.0) as w:
+        (outs,) = run_calls(w, [(a, b, kw)])
+    assert outs[0].dtype == torch.float32
+    assert_right(outs, a, b, op="avg", bias=bias)
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 64, 64), (4, 0, 64), (4, 64, 0), (2, 1, 1), (2, 8, 8), (256, 100, 64)])
+def test_empty_single_and_unaddressable_sizes(m, n, k):
+    a, b, bias = operands(2, m, n, k, seed=2, bias=True, device="cuda")
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as w:
+        for outs in run_calls(w, [(a, b, dict(bias=bias))] * 2):
+            assert_right(outs, a, b, bias=bias)
+
+
+def test_fifty_calls_with_changing_shapes_plans_and_modes():
+    world = 4
+    shapes = [
+        (512, 512, 256, {}),
+        (1024, 264, 64, dict(deterministic=True)),
+        (4, 1032, 512, dict(plan=Plan(tile=(128, 64, 64), stages=6))),
+        (2048, 2048, 256, dict(deterministic=True, plan=Plan(tile=(128, 256, 64), stages=3))),
+        (512, 128, 8, dict(op="avg", plan=Plan(tile=(256, 128, 64), stages=3))),
+    ]
+    calls = [
+        operands(world, m, n, k, seed=10 * i + j, device="cuda")[:2] + (kw,)
+        for i in range(10)
+        for j, (m, n, k, kw) in enumerate(shapes)
+    ]
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        for outs, (a, b, kw) in zip(run_calls(w, calls), calls, strict=True):
+            assert_right(outs, a, b, op=kw.get("op", "sum"), deterministic=kw.get("deterministic", False))
+
+
+def test_deterministic_results_have_equal_bits_and_adding_slots_are_left_zero():
+    a, b, _ = operands(4, 2048, 2048, 512, seed=1, device="cuda")
+    with tw.virtual_world(4, device="cuda", timeout=5.0) as w:
+        results = run_calls(w, [(a, b, dict(deterministic=True))] * 5 + [(a, b, {})] * 3)
+        for outs in results[1:5]:
+            assert all(torch.equal(x, y) for x, y in zip(results[0], outs, strict=True))
+        assert not w.workspace.ops["matmul_reduce_scatter"].adding.any()
+
+
+def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
+    """Rank 1 launches a kernel that never sends: the others' waits end, the result is NaN, the host says who."""
+    a, b, _ = operands(3, 3 * 256, 256, 128, seed=1, device="cuda")
+    with tw.virtual_world(3, device="cuda", timeout=1.0) as w:
+        run_calls(w, [(a, b, {})])
+        kept, lock = {}, threading.Lock()
+
+        def rank_program(rank, group):
+            out = tw.matmul_reduce_scatter(a[rank], b[rank], group)
+            with lock:
+                kept[rank] = out
+
+        # Rank 1 has fallen a call behind for good: its epoch says so, and its peers wait for one that never comes.
+        w.workspace.ops["matmul_reduce_scatter"].state[1, 0] -= 1
+        with pytest.raises(FabricTimeout, match="matmul_reduce_scatter: rank [02] waited") as caught:
+            w.run(rank_program)
+        assert caught.value.index == 1 and caught.value.expected - caught.value.seen == 1
+        assert kept[0].isnan().any() and kept[2].isnan().any()
+        (outs,) = run_calls(w, [(a, b, {})])
+    assert_right(outs, a, b)

@@ -1,0 +1,192 @@
+"""The op in emulated worlds: the real device code under hostile schedules, against the float32 truth."""
+
+import pytest
+import torch
+
+import tileweave as tw
+from tileweave import Plan
+from tests.ops.problems import assert_right, operands, run_calls
+
+SMALL = Plan(tile=(128, 64, 64), stages=2)
+MODES = [False, True]
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize(
+    "world, m, n, k",
+    [(1, 130, 72, 136), (2, 260, 136, 64), (3, 3 * 40, 64, 200), (4, 4 * 136, 72, 72), (8, 8 * 24, 136, 64)],
+)
+def test_every_world_size_and_ragged_shapes_under_several_schedules(world, m, n, k, deterministic):
+    for seed in range(3):
+        calls = []
+        for i in range(2):  # two calls in a row with new data
+            a, b, bias = operands(world, m, n, k, seed=10 * seed + i, bias=True)
+            calls.append((a, b, dict(bias=bias)))
+        with tw.virtual_world(world, device="cpu", seed=seed, sms=2) as w:
+            results = run_calls(w, calls, deterministic=deterministic, plan=SMALL)
+        for outs, (a, b, kw) in zip(results, calls, strict=True):
+            assert_right(outs, a, b, deterministic=deterministic, **kw)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+def test_a_problem_on_which_every_ring_wraps(deterministic):
+    """Two tiles a CTA and eight K steps each through three stages, twice."""
+    calls = [operands(4, 512, 512, 512, seed=i)[:2] + ({},) for i in range(2)]
+    for seed in range(4):
+        with tw.virtual_world(4, device="cpu", seed=seed, sms=4) as w:
+            results = run_calls(w, calls, deterministic=deterministic, plan=Plan(tile=(128, 256, 64), stages=3))
+        for outs, (a, b, _) in zip(results, calls, strict=True):
+            assert_right(outs, a, b, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_five_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_late(late):
+    world = 3
+    shapes = [
+        (3 * 128, 128, 64, dict(plan=SMALL)),
+        (3 * 136, 72, 64, dict(deterministic=True, plan=Plan(tile=(128, 128, 64), stages=3))),
+        (3 * 8, 264, 128, dict(plan=Plan(tile=(128, 256, 64), stages=2))),
+        (3 * 200, 64, 64, dict(deterministic=True)),
+        (3 * 72, 128, 8, dict(op="avg")),
+    ]
+    for seed in range(2):
+        calls = [operands(world, m, n, k, seed=seed * 10 + i)[:2] + (kw,) for i, (m, n, k, kw) in enumerate(shapes)]
+        with tw.virtual_world(world, device="cpu", seed=seed, sms=2, late_ranks=(late,)) as w:
+            # once for the workspace to grow (growing makes the ranks meet), once more so that they may drift apart
+            for _ in range(2):
+                for outs, (a, b, kw) in zip(run_calls(w, calls), calls, strict=True):
+                    assert_right(outs, a, b, op=kw.get("op", "sum"), deterministic=kw.get("deterministic", False))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("a_t, b_t", [(False, False), (True, True), (True, False)])
+def test_either_stride_order_of_both_operands_and_both_dtypes(dtype, a_t, b_t):
+    a, b, _ = operands(2, 272, 136, 72, seed=1, dtype=dtype, a_t=a_t, b_t=b_t)
+    with tw.virtual_world(2, device="cpu", sms=2) as w:
+        (outs,) = run_calls(w, [(a, b, {})])
+    assert outs[0].dtype == dtype
+    assert_right(outs, a, b)
+
+
+def test_strided_misaligned_and_expanded_inputs_are_right():
+    a, b, _ = operands(2, 64, 64, 64, seed=3)
+    wide = [torch.randn(64, 160).bfloat16() for _ in range(2)]
+    cases = [
+        ([x[:, ::2][:, :64] for x in wide], b),  # steps of two
+        ([x[:, 1:65] for x in wide], b),  # rows that start at odd addresses
+        ([x[:, :64] for x in wide], b),  # long rows: no copy needed
+        (a, [x[:1].expand(64, 64) for x in b]),  # stride zero
+    ]
+    with tw.virtual_world(2, device="cpu", sms=2) as w:
+        for outs, (a, b) in zip(run_calls(w, [(a, b, {}) for a, b in cases]), cases, strict=True):
+            assert_right(outs, a, b)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+def test_float32_results_avg_and_bias(deterministic):
+    a, b, bias = operands(3, 3 * 40, 72, 128, seed=5, bias=True)
+    with tw.virtual_world(3, device="cpu", sms=2) as w:
+        (outs,) = run_calls(
+            w, [(a, b, dict(op="avg", bias=bias, out_dtype=torch.float32))], deterministic=deterministic
+        )
+    assert outs[0].dtype == torch.float32
+    assert_right(outs, a, b, op="avg", bias=bias, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 64, 64), (4, 0, 64), (4, 64, 0), (0, 0, 0), (2, 1, 1), (2, 8, 8), (4, 1, 0)])
+def test_empty_and_single_sizes(m, n, k):
+    a, b, bias = operands(2, m, n, k, seed=2, bias=True)
+    with tw.virtual_world(2, device="cpu", sms=2) as w:
+        for outs in run_calls(w, [(a, b, dict(bias=bias))] * 2):
+            assert_right(outs, a, b, bias=bias)
+
+
+def test_deterministic_results_do_not_depend_on_the_schedule():
+    a, b, _ = operands(4, 4 * 40, 128, 128, seed=7)
+    bits = []
+    for seed in range(6):
+        with tw.virtual_world(4, device="cpu", seed=seed, sms=2) as w:
+            bits.append(torch.cat(run_calls(w, [(a, b, dict(deterministic=True))])[0]))
+    assert all(torch.equal(bits[0], x) for x in bits[1:])
+
+
+def test_torch_deterministic_mode_chooses_the_deterministic_path():
+    a, b, _ = operands(3, 72, 64, 64, seed=1)
+    with tw.virtual_world(3, device="cpu") as w:
+        torch.use_deterministic_algorithms(True)
+        try:
+            routes = w.run(lambda rank, group: tw.explain("matmul_reduce_scatter", a[rank], b[rank], group))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        plain = w.run(lambda rank, group: tw.explain("matmul_reduce_scatter", a[rank], b[rank], group))
+    assert all("place per source" in r.plan.reason for r in routes)
+    assert all("TMA add" in r.plan.reason for r in plain)
+
+
+def test_two_ranks_keep_their_parts_apart_anyway():
+    a, b, _ = operands(2, 64, 64, 64, seed=1)
+    with tw.virtual_world(2, device="cpu") as w:
+        routes = w.run(lambda rank, group: tw.explain("matmul_reduce_scatter", a[rank], b[rank], group))
+    assert all("place per source" in r.plan.reason for r in routes)
+
+
+@pytest.mark.parametrize("n, k", [(100, 64), (64, 36), (1, 1)])
+def test_what_tma_cannot_address_falls_back_and_says_so(n, k):
+    a, b, bias = operands(2, 16, n, k, seed=4, bias=True)
+    with tw.virtual_world(2, device="cpu") as w:
+        (outs,) = run_calls(w, [(a, b, dict(bias=bias))])
+        routes = w.run(lambda rank, group: tw.explain("matmul_reduce_scatter", a[rank], b[rank], group))
+    assert_right(outs, a, b, bias=bias)
+    for r in routes:
+        assert (r.fused, r.backend, r.plan, r.predicted_us) == (False, "fallback", None, None)
+        assert "multiple of 8" in r.reason
+
+
+def test_explain_names_the_plan_and_launches_nothing():
+    a, b, _ = operands(2, 512, 512, 256, seed=4)
+    with tw.virtual_world(2, device="cpu") as w:
+        r0, r1 = w.run(lambda rank, group: tw.explain("matmul_reduce_scatter", a[rank], b[rank], group))
+    assert r0 == r1 and r0.fused and r0.backend == "emulated"
+    assert (r0.plan.mechanism, r0.plan.schedule, r0.plan.comm_sms) == ("tma", "intra_sm", 0)
+    assert r0.predicted_us > 0 and "tiles" in r0.reason
+    assert set(r0.plan.to_dict()) >= {"mechanism", "schedule", "tile", "stages", "comm_sms", "predicted_us", "reason"}
+
+
+GOOD = dict(a=torch.zeros(4, 8).bfloat16(), b=torch.zeros(8, 16).bfloat16())
+WRONG = [
+    (dict(a=torch.zeros(4, 16).bfloat16()), ValueError, r"\[4, 16\].*\[8, 16\]"),
+    (dict(a=torch.zeros(5, 8).bfloat16()), ValueError, "5 rows, not divisible by the world size 2; 4 or 6"),
+    (dict(b=torch.zeros(8, 16).half()), ValueError, "bfloat16.*float16"),
+    (dict(a=torch.zeros(4, 8), b=torch.zeros(8, 16)), ValueError, "float32"),
+    (dict(a=torch.zeros(2, 4, 8).bfloat16()), ValueError, r"\[2, 4, 8\]"),
+    (dict(b=torch.zeros(8, 16, device="meta").bfloat16()), ValueError, "meta"),
+    (dict(b=[1.0]), TypeError, "b must be a torch.Tensor, got list"),
+    (dict(a=None), TypeError, "a must be a torch.Tensor, got NoneType"),
+    (dict(op="max"), ValueError, "'sum' or 'avg', got 'max'"),
+    (dict(bias=torch.zeros(8).bfloat16()), ValueError, r"bias must be \[16\].*got \[8\]"),
+    (dict(bias=torch.zeros(16)), ValueError, "float32"),
+    (dict(out_dtype=torch.float16), ValueError, "out_dtype"),
+    (dict(plan="fast"), TypeError, "Plan"),
+    (dict(plan=Plan(mechanism="multimem")), ValueError, "'tma'"),
+    (dict(plan=Plan(schedule="inter_sm")), ValueError, "'intra_sm'"),
+    (dict(plan=Plan(tile=(100, 256, 64))), ValueError, "128 or 256"),
+    (dict(plan=Plan(stages=8)), ValueError, "shared memory"),
+    (dict(a=torch.zeros(4, 8).bfloat16().requires_grad_()), NotImplementedError, "backward"),
+]
+
+
+@pytest.mark.parametrize("change, error, text", WRONG)
+def test_wrong_input_raises_on_every_rank_before_anything_is_launched(change, error, text):
+    def rank_program(rank, group):
+        arguments = {**GOOD, **change}
+        with pytest.raises(error, match=text):
+            tw.matmul_reduce_scatter(arguments.pop("a"), arguments.pop("b"), group, **arguments)
+        return True
+
+    with tw.virtual_world(2, device="cpu") as w:
+        assert w.run(rank_program) == [True, True]
+
+
+def test_explain_knows_its_ops():
+    with pytest.raises(ValueError, match="matmul_reduce_scatter"):
+        tw.explain("matmul_all_to_none")
