@@ -1,0 +1,78 @@
+"""The documentation is true: links lead somewhere, Python blocks run, printed output is what the command prints.
+
+A ```python block runs as a file of its own. A ```console block holds lines `$ tileweave run ...` or `$ python FILE`,
+each followed by its output, in which numbers may differ.
+"""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tileweave.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]\d+)?")
+
+
+def blocks(language):
+    """Every ```language block: (page:line, text)."""
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+            line = text[: match.start()].count("\n") + 1
+            yield pytest.param(match.group(1), id=f"{page.relative_to(ROOT)}:{line}")
+
+
+def commands():
+    """Every command of the console blocks: (command line, its output)."""
+    for block in blocks("console"):
+        for part in re.split(r"^\$ ", block.values[0], flags=re.MULTILINE)[1:]:
+            command, _, output = part.partition("\n")
+            yield pytest.param(command, output, id=f"{block.id} {command}")
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), f"{page.name} links to {target}, which does not exist"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}, a heading that does not exist"
+
+
+@pytest.mark.parametrize("block", list(blocks("python")))
+def test_python_blocks_run(block, tmp_path):
+    file = tmp_path / "block.py"  # a file, because kernels are read from their source
+    file.write_text(block)
+    runpy.run_path(str(file))
+
+
+@pytest.mark.parametrize(("command", "output"), list(commands()))
+def test_console_blocks_show_what_is_printed(command, output, capsys):
+    program, *arguments = shlex.split(command)
+    if program == "python":
+        runpy.run_path(str(ROOT / arguments[0]), run_name="__main__")
+    else:
+        assert program == "tileweave"
+        assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", output).split()
+
+
+def test_the_make_targets_of_the_readme_exist():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"(?:^|`)make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    assert {"run", "test"} <= named <= targets
