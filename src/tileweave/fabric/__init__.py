@@ -23,23 +23,19 @@ Group: TypeAlias = VirtualGroup | dist.ProcessGroup | DeviceMesh | None
 EMULATED_SMS = 4
 
 
-def fabric_of(group: Group, device: torch.device | str) -> Fabric:
-    """The fabric of a group for tensors on `device`.
+def fabric_of(group: Group = None, device: torch.device | str | None = None) -> Fabric:
+    """The fabric of a group. For processes it depends on the tensors' `device` (None: CPU); a world has its own.
 
     `group` is what `World.run` hands to a rank, a ProcessGroup or a 1-D DeviceMesh. None means the world that the
     calling thread is a rank of, else the default process group, else this process alone.
-    TypeError for anything else; ValueError if the group has no fabric for the device or this process is no member.
+    TypeError for anything else; ValueError if a mesh has more dimensions or this process is no member of the group;
+    RuntimeError if the group's world is not running.
     """
-    device = _indexed(torch.device(device))
     if group is None:
         group = current_group() or (dist.group.WORLD if dist.is_initialized() else None)
     if isinstance(group, VirtualGroup):
-        fabric = group.world.fabric(group.rank)
-        if device != fabric.device:
-            raise ValueError(
-                f"device: the ranks of this {fabric.backend} world compute on {fabric.device}, got tensors on {device}"
-            )
-        return fabric
+        return group.world.fabric(group.rank)
+    device = _indexed(torch.device("cpu" if device is None else device))
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -83,6 +79,8 @@ def virtual_world(
     if device == "auto":
         device = "cpu" if cuda_refusal("cuda") else "cuda"
     kind = torch.device(device)
+    if kind.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
     if kind.type == "cpu":
         return EmulatedWorld(n, seed, sms or EMULATED_SMS, timeout)
     refusal = cuda_refusal(kind)

@@ -138,9 +138,12 @@ class Outcome:
 
     def get(self) -> Any:
         """The value; raises the error if there is one."""
-        if self.error is not None:
+        if self.error is None:
+            return self.value
+        try:
             raise self.error
-        return self.value
+        finally:
+            del self  # the error's traceback holds this frame: no cycle may keep process groups or GPU memory alive
 
 
 def check_labels(labels: Sequence[Hashable]) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from tileweave.fabric.base import Channel, Fabric
+from tileweave.fabric.base import Channel, Fabric, Outcome
 from tileweave.fabric.capability import cuda_refusal
 
 
@@ -40,12 +40,13 @@ class DistributedFabric(Fabric):
         self._refuse(kernel.__name__)
 
     def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
-        """All ranks meet; `action` of the group's first rank runs, its (picklable) result goes to all."""
-        result = [action() if action and self.rank == 0 else None]
-        if self.group:
-            dist.broadcast_object_list(result, group=self.group, group_src=0)
-            dist.barrier(self.group)
-        return result[0]
+        """All ranks meet; `action` of the group's first rank runs, and its result or error, pickled, goes to all."""
+        if self.group is None:
+            return action() if action else None
+        dist.barrier(self.group)
+        outcome = [Outcome.of(action) if action and self.rank == 0 else Outcome()]
+        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
+        return outcome.pop().get()
 
     def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """`dist.reduce_scatter_tensor`. Gloo, which lacks means in older versions, sums and then divides."""
@@ -53,6 +54,8 @@ class DistributedFabric(Fabric):
             return x.clone()
         out = x.new_empty(x.shape[0] // self.world_size, *x.shape[1:])
         averages = op == "avg" and self._collectives() == "nccl"
+        if out.numel() == 0:
+            return out
         dist.reduce_scatter_tensor(
             out, x.contiguous(), op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=self.group
         )

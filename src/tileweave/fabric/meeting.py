@@ -15,7 +15,7 @@ class Meeting:
         self.size, self.timeout = size, timeout
         self._changed = threading.Condition()
         self._deposits: dict[int, Any] = {}
-        self._gone: dict[int, str] = {}
+        self._missing = ""
         self._turn = 0
         self._outcome = Outcome()
 
@@ -37,18 +37,17 @@ class Meeting:
             self._wait(rank, self._turn)
             return self._outcome
 
-    def leave(self, rank: int, how: str) -> None:
-        """Say that a rank will not come any more ("has returned", "has failed"); those who wait for it are released."""
+    def leave(self, who: str, how: str) -> None:
+        """Say that somebody will not come any more ("rank 1", "has returned"); those who wait are released."""
         with self._changed:
-            self._gone[rank] = how
+            self._missing = self._missing or f"{who} {how}"
             self._changed.notify_all()
 
     def _wait(self, rank: int, turn: int) -> None:
         deadline = time.monotonic() + self.timeout
         while self._turn == turn:
-            if self._gone:
-                peer, how = next(iter(self._gone.items()))
-                raise Abandoned(f"rank {rank} waits for all ranks to make the same call, but rank {peer} {how}")
+            if self._missing:
+                raise Abandoned(f"rank {rank} waits for all ranks to make the same call, but {self._missing}")
             left = deadline - time.monotonic()
             if left <= 0:
                 missing = [r for r in range(self.size) if r not in self._deposits]

@@ -9,7 +9,7 @@ what is not loaded yet and then enqueues the kernels of all ranks, with nothing 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ class VirtualWorld(World):
         self.meeting = Meeting(size, timeout)
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
         self._compiling = threading.Lock()
+        self.last: list[torch.cuda.Stream | None] = [None] * size  # where each rank's latest launch went
 
     def compile(self, kernel: Any, grid: int, args: Sequence[Any], num_warps: int) -> Any:
         """The compiled variant of a kernel for these arguments, not necessarily loaded."""
@@ -72,35 +73,54 @@ class VirtualWorld(World):
         def thread(rank: int) -> None:
             try:
                 with torch.cuda.device(self.device), torch.cuda.stream(self._streams[rank]):
+                    self._streams[rank].wait_event(start)
                     outcomes[rank].value = body(rank)
-                self.meeting.leave(rank, "has returned")
+                self.meeting.leave(f"rank {rank}", "has returned")
             except BaseException as error:
                 outcomes[rank].error = error
-                self.meeting.leave(rank, f"has failed ({type(error).__name__}: {error})")
+                self.meeting.leave(f"rank {rank}", f"has failed ({type(error).__name__}: {error})")
 
-        for stream in self._streams:
-            stream.wait_stream(caller)
-        threads = [threading.Thread(target=thread, args=(r,), name=f"rank {r}") for r in range(self.size)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
+        start = caller.record_event()
+        self._join([threading.Thread(target=thread, args=(r,), name=f"rank {r}") for r in range(self.size)])
         for stream in self._streams:
             caller.wait_stream(stream)
-        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        if errors:
-            self._recover(next((error for error in errors if not isinstance(error, Abandoned)), errors[0]))
-        self.check()
-        return [outcome.value for outcome in outcomes]
+        return self._results(outcomes)
 
-    def _recover(self, error: BaseException) -> NoReturn:
-        """Make the world usable again after a rank has failed, and raise its error. Waits in kernels are bounded."""
+    def _join(self, threads: Sequence[threading.Thread]) -> None:
+        """Start and join all threads, also when this one is interrupted meanwhile."""
+        started = []
+        try:
+            for thread in threads:
+                thread.start()
+                started.append(thread)
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            self.meeting.leave("the thread that runs the world", "was interrupted")
+            for thread in started:
+                thread.join()
+            raise
+
+    def _results(self, outcomes: list[Outcome]) -> list[Any]:
+        """What the ranks returned; raises what went wrong in one of them or in its kernels."""
+        failure = first_failure(outcomes)
+        if failure.error is None:
+            self.check()
+            return [outcome.value for outcome in outcomes]
+        self._recover(failure.error)
+        outcomes.clear()  # the error's traceback holds these frames: no cycle may keep GPU memory alive
+        try:
+            raise failure.error
+        finally:
+            del failure
+
+    def _recover(self, error: BaseException) -> None:
+        """Make the world usable again after a rank has failed. Waits in kernels are bounded."""
         try:
             torch.cuda.synchronize(self.device)
         except RuntimeError as failure:
             error.add_note(f"The GPU is no longer usable: {failure}")
         self.workspace.clear()
-        raise error
 
 
 class VirtualFabric(WorldFabric):
@@ -109,12 +129,21 @@ class VirtualFabric(WorldFabric):
     world: VirtualWorld
 
     def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
-        """Enqueue the kernel on this rank's current stream, when all ranks have come with the same kernel and grid."""
+        """Enqueue the kernel on this rank's current stream, when all ranks have come with the same kernel and grid.
+
+        `args` are all its arguments, in order. A rank's launches follow each other also across streams (not across
+        captured graphs).
+        """
         self.check_grid(kernel, grid)
-        compiled = self.world.compile(kernel, grid, args, num_warps)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        mine = Launch(compiled, grid, args, stream, torch.cuda.is_current_stream_capturing())
-        self.exchange(f"launch of {kernel.__name__} with {grid} CTAs", mine, launch_all)
+        with torch.cuda.device(self.device):
+            compiled = self.world.compile(kernel, grid, args, num_warps)
+            stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+            last = self.world.last[self.rank]
+            if last is not None and last != stream and not capturing:
+                stream.wait_stream(last)
+            self.world.last[self.rank] = stream
+            mine = Launch(compiled, grid, args, stream.cuda_stream, capturing)
+            self.exchange(f"launch of {kernel.__name__} with {grid} CTAs", mine, launch_all)
 
     def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
         label = f"reduce_scatter({tuple(x.shape)}, {op})"
@@ -143,6 +172,13 @@ class VirtualFabric(WorldFabric):
 
     def _meet(self, deposit: Any, act: Callable[[list[Any]], Outcome]) -> Outcome:
         return self.world.meeting.meet(self.rank, deposit, act)
+
+
+def first_failure(outcomes: Sequence[Outcome]) -> Outcome:
+    """The outcome of the rank that failed by itself, else of one that waited in vain, else one without an error."""
+    failures = [outcome for outcome in outcomes if outcome.error is not None]
+    by_themselves = [outcome for outcome in failures if not isinstance(outcome.error, Abandoned)]
+    return next(iter(by_themselves + failures), Outcome())
 
 
 def launch_all(launches: Sequence[Launch]) -> None:

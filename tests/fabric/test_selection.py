@@ -1,0 +1,91 @@
+"""Which fabric a group has, and the errors of what has none."""
+
+import pytest
+import torch
+
+from tileweave.fabric import cuda_refusal, fabric_of, virtual_world
+from tileweave.fabric.virtual import Launch, launch_all
+
+
+def test_a_process_alone():
+    fabric = fabric_of(None, "cpu")
+    assert (fabric.backend, fabric.rank, fabric.world_size, fabric.sms) == ("fallback", 0, 1, 0)
+    assert "CPU tensors outside an emulated world" in fabric.refusal()
+    x = torch.randn(4, 3)
+    share = fabric.reduce_scatter(x, "avg")
+    assert torch.equal(share, x) and share.data_ptr() != x.data_ptr()
+    assert fabric.rendezvous(lambda: 5) == 5
+
+
+def test_the_fallback_has_no_channels_and_no_kernels():
+    fabric = fabric_of(None, "cpu")
+    with pytest.raises(RuntimeError, match="op: no fused kernels here: CPU tensors outside"):
+        fabric.channel("op", 1, 1)
+    with pytest.raises(RuntimeError, match="kernel: no fused kernels here"):
+        fabric.launch(FakeKernel("kernel", []), 1, (), num_warps=4)
+
+
+@pytest.mark.parametrize("group", [3, "world", object(), torch.device("cpu")])
+def test_what_is_no_group(group):
+    with pytest.raises(TypeError, match=f"group: expected .* ProcessGroup.* got {type(group).__name__}"):
+        fabric_of(group, "cpu")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"n": 0}, "n: expected at least 1 rank, got 0"),
+        ({"n": 2, "timeout": 0}, "timeout: expected a positive number of seconds, got 0"),
+        ({"n": 2, "sms": 0}, "sms: expected at least 1 SM per rank, got 0"),
+        ({"n": 2, "device": "meta"}, "device: expected auto, cpu or cuda, got 'meta'"),
+    ],
+)
+def test_impossible_worlds(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        virtual_world(**{"device": "cpu", **arguments})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu():
+    with pytest.raises(RuntimeError, match="PyTorch sees no CUDA GPU; device='cpu' emulates them"):
+        virtual_world(2, "cuda")
+    assert virtual_world(2).backend == "emulated"
+    assert cuda_refusal("cuda") == "PyTorch sees no CUDA GPU"
+
+
+class FakeKernel:
+    """Stands for a compiled kernel; logs what is done with it."""
+
+    def __init__(self, name, log, loaded=False):
+        self.name = self.__name__ = name
+        self.log, self.module = log, loaded or None
+
+    def _init_handles(self):
+        self.module = True
+        self.log.append(f"load {self.name}")
+
+    def __getitem__(self, grid):
+        return lambda *args, stream: self.log.append(f"launch {self.name} {grid} {args} on {stream}")
+
+
+def test_all_variants_are_loaded_before_any_is_launched():
+    log = []
+    first, second = FakeKernel("k1", log), FakeKernel("k2", log)
+    launch_all(
+        [Launch(first, 2, (7,), 10, False), Launch(second, 2, (8,), 11, False), Launch(first, 2, (9,), 12, False)]
+    )
+    assert log == [
+        "load k1",
+        "load k2",
+        "launch k1 (2, 1, 1) (7,) on 10",
+        "launch k2 (2, 1, 1) (8,) on 11",
+        "launch k1 (2, 1, 1) (9,) on 12",
+    ]
+
+
+def test_nothing_is_loaded_during_a_capture():
+    log = []
+    with pytest.raises(RuntimeError, match=r"k: .* captured: .* \(warm up\)"):
+        launch_all([Launch(FakeKernel("k", log), 1, (), 1, True)])
+    launch_all([Launch(FakeKernel("k", log, loaded=True), 1, (), 1, True)])
+    assert log == ["launch k (1, 1, 1) () on 1"]
