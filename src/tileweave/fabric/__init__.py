@@ -66,7 +66,7 @@ def virtual_world(
     `device`   "cpu": emulated ranks; "cuda": virtual ranks that share one Hopper GPU; "auto": "cuda" where that works
     `seed`     of the emulator's schedules (CPU only)
     `sms`      SMs per rank; by default 4 in the emulator, an equal share of the GPU's otherwise
-    `timeout`  seconds that a kernel waits for a peer, and a host thread for the others, before it gives up
+    `timeout`  seconds that a kernel waits for a peer before it gives up (the emulator knows when nobody can go on)
 
     ValueError for impossible arguments; RuntimeError for "cuda" where there is no Hopper GPU or no Triton.
     """

@@ -1,8 +1,8 @@
 """What a device can do, with the reason where it cannot."""
 
-from importlib.util import find_spec
-
 import torch
+
+from tileweave import lang
 
 
 def cuda_refusal(device: torch.device | str) -> str | None:
@@ -15,7 +15,7 @@ def cuda_refusal(device: torch.device | str) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability != (9, 0):
         return f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}, not sm_90 (Hopper)"
-    return None if find_spec("triton") else "Triton is not installed"
+    return None if lang.HAS_TRITON else "Triton is not installed"
 
 
 def sms_per_rank(ranks: int, device: torch.device, sms: int | None) -> int:

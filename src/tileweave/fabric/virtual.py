@@ -3,7 +3,8 @@
 Kernels of different ranks wait for each other, which makes the host's part delicate. Compiling is harmless, but loading
 a module, or allocating, may wait for the whole device, hence for a kernel that waits for a peer whose launch is still
 to come. So a launch is a meeting: when all ranks have arrived, with all their earlier work enqueued, one thread loads
-what is not loaded yet and then enqueues the kernels of all ranks, with nothing in between.
+what is not loaded yet and then enqueues the kernels of all ranks, with nothing in between. That also keeps more streams
+than the hardware has queues for (8 by default) from a kernel stuck behind one that waits for it.
 """
 
 import threading
@@ -19,6 +20,7 @@ from tileweave.fabric.meeting import Meeting
 from tileweave.fabric.world import World, WorldFabric
 
 T = TypeVar("T")
+HOST_TIMEOUT = 60.0  # seconds that a rank's thread waits for the others at least: one of them may be compiling
 
 
 @dataclass
@@ -39,7 +41,7 @@ class VirtualWorld(World):
 
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         super().__init__(size, device, sms, timeout)
-        self.meeting = Meeting(size, timeout)
+        self.meeting = self._new_meeting()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
         self._compiling = threading.Lock()
         self.last: list[torch.cuda.Stream | None] = [None] * size  # where each rank's latest launch went
@@ -62,11 +64,14 @@ class VirtualWorld(World):
             self.workspace.clear()
             raise timeout
 
+    def _new_meeting(self) -> Meeting:
+        return Meeting(self.size, max(self.timeout, HOST_TIMEOUT))
+
     def _make_fabric(self, rank: int) -> "VirtualFabric":
         return VirtualFabric(self, rank)
 
     def _run(self, body: Callable[[int], T]) -> list[T]:
-        self.meeting = Meeting(self.size, self.timeout)
+        self.meeting = self._new_meeting()
         outcomes = [Outcome() for _ in range(self.size)]
         caller = torch.cuda.current_stream(self.device)
 
