@@ -26,6 +26,31 @@ GENERIC, SHARED, GLOBAL, ALIAS = range(4)
 ROWS = 4
 
 
+class Row:
+    """Counts of a CTA's lanes as one of its agents knew them, the `stamp`-th time that agent published (0: a mixture)."""
+
+    __slots__ = ("counts", "source", "stamp")
+
+    def __init__(self, counts: np.ndarray, source: int = 0, stamp: int = 0):
+        self.counts, self.source, self.stamp = counts, source, stamp
+
+    def max(self, other: Row) -> Row:
+        """The least row that knows what either knows: one of the two where it knows all. An agent never forgets."""
+        if self.source == other.source != 0:
+            return self if self.stamp >= other.stamp else other
+        a, b = self.counts, other.counts
+        if len(a) < len(b):
+            return other.max(self)
+        more = b > a[: len(b)]
+        if not more.any():
+            return self
+        if len(a) == len(b) and (b >= a).all():
+            return other
+        out = a.copy()
+        np.maximum(out[: len(b)], b, out=out[: len(b)])
+        return Row(out)
+
+
 class Past:
     """What is known of other CTAs: ended launches per rank, and the lanes of CTAs that may still run.
 
@@ -34,7 +59,7 @@ class Past:
 
     __slots__ = ("ended", "live")
 
-    def __init__(self, ended: tuple[int, ...], live: dict[CTA, np.ndarray]):
+    def __init__(self, ended: tuple[int, ...], live: dict[CTA, Row]):
         self.ended, self.live = ended, live
 
     def count(self, cta: CTA, lane: int) -> int | float:
@@ -42,31 +67,43 @@ class Past:
         if self.ended[cta.rank] >= cta.launch:
             return float("inf")
         row = self.live.get(cta)
-        return int(row[lane]) if row is not None and lane < len(row) else 0
+        return int(row.counts[lane]) if row is not None and lane < len(row.counts) else 0
 
 
 def merged(a: Past, b: Past) -> Past:
-    """The least Past that knows what either knows."""
+    """The least Past that knows what either knows. One of the two itself where possible: then later merges are free."""
     if a is b:
         return a
-    ended = a.ended if a.ended == b.ended else tuple(map(max, a.ended, b.ended))
-    live = {cta: row for cta, row in a.live.items() if cta.launch > ended[cta.rank]}
+    a_ended, b_ended = a.ended, b.ended
+    ended, a_more, b_more = a_ended, False, False
+    if a_ended != b_ended:
+        ended = tuple(map(max, a_ended, b_ended))
+        a_more, b_more = ended != b_ended, ended != a_ended
+    new: dict[CTA, Row] = {}
+    a_live, met = a.live, 0
     for cta, row in b.live.items():
-        mine = live.get(cta)
-        if mine is None:
-            if cta.launch > ended[cta.rank]:
-                live[cta] = row
-        elif mine is not row:
-            live[cta] = _row_max(mine, row)
+        mine = a_live.get(cta)
+        if mine is row:
+            met += 1
+        elif mine is not None:
+            met += 1
+            best = mine.max(row)
+            a_more = a_more or best is not row
+            if best is not mine:
+                b_more = True
+                new[cta] = best
+        elif cta.launch > a_ended[cta.rank]:
+            b_more = True
+            new[cta] = row
+    if not b_more:
+        return a
+    if not a_more and met == len(a_live):
+        return b
+    live = a_live.copy() if ended == a_ended else {c: row for c, row in a_live.items() if c.launch > ended[c.rank]}
+    for cta, row in new.items():
+        if cta.launch > ended[cta.rank]:
+            live[cta] = row
     return Past(ended, live)
-
-
-def _row_max(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    if len(a) < len(b):
-        a, b = b, a
-    out = a.copy()
-    np.maximum(out[: len(b)], b, out=out[: len(b)])
-    return out
 
 
 class Clock:
@@ -104,12 +141,16 @@ class Clock:
         if self.past is not other.past:
             self._join_past(other.past)
 
-    def _join_past(self, past) -> None:
-        old = self.past
-        if old[0] is old[1] is old[2] is old[3] and past[0] is past[1] is past[2] is past[3]:
-            self.past = (merged(old[0], past[0]),) * ROWS
-        else:
-            self.past = tuple(map(merged, old, past))
+    def _join_past(self, theirs) -> None:
+        mine = self.past
+        first = merged(mine[0], theirs[0])
+        self.past = (
+            first,
+            *(
+                first if a is mine[0] and b is theirs[0] else merged(a, b)
+                for a, b in zip(mine[1:], theirs[1:], strict=True)
+            ),
+        )
 
     def see(self, lane: int, count: int) -> None:
         """Learn of an asynchronous completion, which carries an implicit proxy fence for its own accesses."""
@@ -128,30 +169,33 @@ class Clock:
         past[row] = past[GENERIC]
         self.past = tuple(past)
 
-    def published(self, cta: CTA, row: int = GENERIC) -> Past:
-        """What a release of this clock, which is of `cta`, tells other CTAs in a view."""
+    def published(self, cta: CTA, source: int, stamp: int, row: int = GENERIC) -> Past:
+        """What a release of this clock, which is of `cta`, tells other CTAs in a view.
+
+        `source` is the serial number of the agent and `stamp` grows with each of its releases.
+        """
         past = self.past[row]
-        return Past(past.ended, {**past.live, cta: self.local[row].copy()})
+        return Past(past.ended, {**past.live, cta: Row(self.local[row].copy(), source, stamp)})
 
     def acquire(self, mine: CTA, generic: Past, alias: Past) -> None:
         """Learn, as an agent of CTA `mine`, what another CTA published: its alias fences count, its proxy fences not."""
         past = self.past
-        self.past = (
-            merged(past[GENERIC], self._own(mine, generic, GENERIC)),
-            past[SHARED],
-            past[GLOBAL],
-            merged(past[ALIAS], self._own(mine, alias, ALIAS)),
-        )
+        new = merged(past[GENERIC], self._own(mine, generic, GENERIC))
+        if alias is generic and past[ALIAS] is past[GENERIC]:
+            self.past = (new, past[SHARED], past[GLOBAL], new)
+        else:
+            self.past = (new, past[SHARED], past[GLOBAL], merged(past[ALIAS], self._own(mine, alias, ALIAS)))
 
     def _own(self, mine: CTA, told: Past, row: int) -> Past:
         """Take in what others tell about this CTA itself, and leave it out of the rest."""
         known = told.live.get(mine)
         if known is None:
             return told
-        self.reserve(len(known))
-        part = self.local[row, : len(known)]
-        np.maximum(part, known, out=part)
-        return Past(told.ended, {cta: counts for cta, counts in told.live.items() if cta is not mine})
+        counts = known.counts
+        self.reserve(len(counts))
+        part = self.local[row, : len(counts)]
+        np.maximum(part, counts, out=part)
+        return Past(told.ended, {cta: row for cta, row in told.live.items() if cta is not mine})
 
     def knows(self, row: int, mine: CTA, cta: CTA, lane: int) -> int | float:
         """How many events of a lane of `cta` this clock, which is of CTA `mine`, has seen in a view."""

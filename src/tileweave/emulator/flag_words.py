@@ -23,10 +23,10 @@ _WORD_BYTES = 4
 class Flags:
     """The flag blocks of all ranks: `[world, stride]` int32, the first HEADER_WORDS of a block reserved."""
 
-    __slots__ = ("ptr", "rank", "stride", "timeout_ns", "world")
+    __slots__ = ("ptr", "rank", "stride", "timeout_us", "world")
 
-    def __init__(self, ptr: Pointer, stride: int, rank: int, world: int, timeout_ns: int):
-        self.ptr, self.stride, self.rank, self.world, self.timeout_ns = ptr, stride, rank, world, timeout_ns
+    def __init__(self, ptr: Pointer, stride: int, rank: int, world: int, timeout_us: int):
+        self.ptr, self.stride, self.rank, self.world, self.timeout_us = ptr, stride, rank, world, timeout_us
 
     def element(self, rank: int, index: int, what: str) -> int:
         """The element of the storage that holds flag `index` of `rank`; ProtocolError outside of the block."""

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tileweave.emulator.world import World
 
 STRONG = ("add", "atomic")  # kinds of access that do not race among themselves
+_BUCKETS = 512  # parts of a storage by which overlapping regions are looked for
+_KEPT = 4096  # groups kept for the next launch, which is likely to touch the same regions
 _PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
 
 
@@ -76,6 +78,8 @@ class Memory:
         self.world, self.name, self.space, self.tensor = world, name, space, tensor
         self.row = SHARED if space == "shared" else GLOBAL
         self.groups: dict[Region, Group] = {}
+        self._buckets: dict[int, list[Group]] = {}
+        self._bucket_bytes = max(tensor.untyped_storage().nbytes() // _BUCKETS, 64)
         self.written = False
         self.released: dict[int, dict[tuple, Released]] = {}  # by first byte of the location
         self.versions: dict[int, int] = {}  # of locations that somebody has looked at more than once: changes so far
@@ -86,7 +90,13 @@ class Memory:
 
     def forget(self) -> None:
         """Everything so far happens before everything to come."""
-        self.groups.clear()
+        if len(self.groups) > _KEPT:
+            self.groups.clear()
+            self._buckets.clear()
+        for group in self.groups.values():
+            group.reads.clear()
+            group.writes.clear()
+            group.strong.clear()
         self.released.clear()
         self.written = False
 
@@ -104,15 +114,29 @@ class Memory:
         group = self.groups.get(region)
         if group is None:
             group = self.groups[region] = Group(region)
-            for other in self.groups.values():
+            for other in self._neighbours(region):
                 if other.near is not None and region.overlaps(other.region):
                     other.near.append((group, other.region.covers(region)))
+            for bucket in self._span(region):
+                self._buckets.setdefault(bucket, []).append(group)
         return group
+
+    def _span(self, region: Region) -> range:
+        return range(region.lo // self._bucket_bytes, (region.hi - 1) // self._bucket_bytes + 1)
+
+    def _neighbours(self, region: Region):
+        """Groups that may overlap a region."""
+        span = self._span(region)
+        if len(span) == 1:
+            return self._buckets.get(span[0], ())
+        return {group: None for bucket in span for group in self._buckets.get(bucket, ())}
 
     def _near(self, group: Group) -> list[tuple[Group, bool]]:
         region = group.region
         group.near = [
-            (other, region.covers(other.region)) for other in self.groups.values() if region.overlaps(other.region)
+            (other, region.covers(other.region))
+            for other in self._neighbours(region)
+            if region.overlaps(other.region)
         ]
         return group.near
 
@@ -228,12 +252,16 @@ class Memory:
         cta = part.cta
         entries = self.released.setdefault(byte, {})
         key = (scope, cta if scope == "cta" else cta.rank)
-        generic, alias = part.clock.published(cta), part.clock.published(cta, ALIAS)
+        generic = part.clock.published(cta, part.serial, part.count)
+        # Until somebody uses multicast, alias fences are taken to be everywhere.
+        alias = part.clock.published(cta, part.serial, part.count, ALIAS) if self.world.multicast else generic
         entry = entries.get(key)
         if entry is None:
             entry = entries[key] = Released(generic, alias)
         else:
-            entry.generic, entry.alias = merged(entry.generic, generic), merged(entry.alias, alias)
+            same = entry.alias is entry.generic and alias is generic
+            entry.generic = merged(entry.generic, generic)
+            entry.alias = entry.generic if same else merged(entry.alias, alias)
         for old in [old for old in entry.inside if old.ended]:
             del entry.inside[old]
         inside = entry.inside.get(cta)

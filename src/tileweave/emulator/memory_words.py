@@ -224,7 +224,9 @@ def multimem_add(ptrs, value):
 
 def fence_proxy_alias():
     """Order accesses through multicast and unicast addresses of the same memory."""
-    getcurrent().fence(ALIAS)
+    me = getcurrent()
+    me.world.multicast = True
+    me.fence(ALIAS)
 
 
 # ---------------------------------------------------------------- sums over ranks

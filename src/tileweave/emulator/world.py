@@ -20,7 +20,6 @@ from tileweave.emulator.clocks import Clock, Past, merged
 from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
 from tileweave.emulator.hosts import Host
 from tileweave.emulator.memory import Memory
-from tileweave.emulator.places import Place
 from tileweave.emulator.rebuild import rebuilt, translate
 from tileweave.emulator.views import Descriptor, Multicast, Pointer, region_of
 
@@ -70,6 +69,7 @@ class World:
         self._drag = self._random.choice((None, "rank", "cta", "part", "op"))  # and which kind of agent is
         self._dragged: dict[tuple, bool] = {}
         self._serial = 0
+        self.multicast = False  # whether a kernel has had a multicast address or used an alias fence
         self._launches = [0] * ranks
         self._memories: dict[int, Memory] = {}
         self._seat = threading.local()
@@ -193,7 +193,7 @@ class World:
         values = [self._argument(rank, name, value) for name, value in bound.arguments.items()]
         self._launches[rank] += 1
         number = self._launches[rank]
-        past = host.clock.published(host.cta)
+        past = host.clock.published(host.cta, host.serial, host.count)
         host.tick()
         running: list[Partition] = []
         for id, (z, y, x) in enumerate(np.ndindex(grid[2], grid[1], grid[0])):
@@ -234,6 +234,7 @@ class World:
             return Pointer(self.memory(value, title), value.dtype, value.storage_offset())
         if isinstance(value, Multicast):
             t = value.tensor
+            self.multicast = True
             return Pointer(self.memory(t, title), t.dtype, t.storage_offset(), (t.shape[0], t.stride(0)))
         if isinstance(value, bool):
             return value
@@ -348,10 +349,6 @@ class World:
         if self.halt:
             raise RaceError(text)
         self.races.append(text)
-
-    def place(self, part: Partition, what: str) -> Place:
-        """Where a partition is in its kernel."""
-        return Place(part, what)
 
 
 @lru_cache(256)
