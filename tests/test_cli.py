@@ -137,6 +137,26 @@ class TestRun:
         assert (report["backend"], report["ok"]) == ("virtual", True)
 
 
+class TestWithoutTriton:
+    """macOS and Windows have none; here it is hidden."""
+
+    HIDDEN = "import sys; sys.modules['triton'] = None; from tileweave.cli import main; sys.exit(main(sys.argv[1:]))"
+
+    def test_the_main_job_runs_in_the_emulator(self):
+        ran = start("-c", self.HIDDEN, "run", OP, "--json")
+        assert ran.returncode == 0, ran.stderr
+        report = json.loads(ran.stdout)
+        assert (report["backend"], report["ranks"], report["ok"]) == ("emulated", 4, True)
+
+    def test_doctor_says_so(self):
+        ran = start("-c", self.HIDDEN, "doctor", "--json")
+        assert ran.returncode == 0, ran.stderr
+        found = json.loads(ran.stdout)
+        assert found["backends"]["emulated"]["works"]
+        assert not found["backends"]["virtual"]["works"]
+        assert found["triton"] is None
+
+
 class TestBadUsage:
     @BAD_USAGE
     def test_exits_with_2_and_says_what_is_legal(self, arguments, message, capsys):

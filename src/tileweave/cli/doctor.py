@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Any
@@ -26,7 +27,7 @@ def examine() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "torch": f"{torch.__version__}, {f'CUDA {torch.version.cuda}' if torch.version.cuda else 'CPU build'}",
-        "triton": _version_of("triton"),
+        "triton": _triton(),
         "cuda_driver": _driver_version(),
         "cuda_bindings": _version_of("cuda-bindings"),
         "gpus": gpus,
@@ -35,6 +36,11 @@ def examine() -> dict[str, Any]:
         "backends": _backends(),
         "advice": _advice(gpus),
     }
+
+
+def _triton() -> str | None:
+    """The version that is imported: distributions of other names carry the same module."""
+    return import_module("triton").__version__ if HAS_TRITON else None
 
 
 def _version_of(package: str) -> str | None:

@@ -1,6 +1,4 @@
-"""How long the emulator takes for one schedule of matmul_reduce_scatter, on one core.
-
-    python benchmarks/emulator_speed.py [--schedules 5]
+"""How long a schedule of matmul_reduce_scatter takes in the emulator, on one core. `python -m tileweave.bench.emulator`
 
 A schedule is two calls with fresh data, the second on the workspace that the first left. Prints a row per problem: the
 median and the range of the wall time over schedules of different seeds.
@@ -13,7 +11,9 @@ import time
 
 import torch
 
-import tileweave as tw
+from tileweave.fabric import virtual_world
+from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tileweave.planner import Plan
 
 # (ranks, CTAs per rank, m, n, k, deterministic). With 16 CTAs smaller tiles are used, so that each has four.
 PROBLEMS = (
@@ -25,20 +25,23 @@ PROBLEMS = (
 
 def one_schedule(ranks: int, sms: int, m: int, n: int, k: int, deterministic: bool, seed: int) -> float:
     """Seconds for two calls under the schedule of `seed`."""
-    calls = [(torch.randn(ranks, m, k // ranks).bfloat16(), torch.randn(ranks, k // ranks, n).bfloat16()) for _ in "12"]
-    plan = tw.Plan(tile=(128, 64, 64), stages=3) if sms > 4 else None
+    calls = [
+        (torch.randn(ranks, m, k // ranks).bfloat16(), torch.randn(ranks, k // ranks, n).bfloat16()) for _ in range(2)
+    ]
+    plan = Plan(tile=(128, 64, 64), stages=3) if sms > 4 else None
 
     def both(rank, group):
         for a, b in calls:
-            tw.matmul_reduce_scatter(a[rank], b[rank], group, deterministic=deterministic, plan=plan)
+            matmul_reduce_scatter(a[rank], b[rank], group, deterministic=deterministic, plan=plan)
 
-    with tw.virtual_world(ranks, device="cpu", seed=seed, sms=sms) as world:
+    with virtual_world(ranks, device="cpu", seed=seed, sms=sms) as world:
         start = time.perf_counter()
         world.run(both)
         return time.perf_counter() - start
 
 
 def main() -> None:
+    """Measure all problems."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", type=int, default=5)
     schedules = parser.parse_args().schedules
