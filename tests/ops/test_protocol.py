@@ -98,16 +98,20 @@ def mutated(monkeypatch, tmp_path):
 
 
 def outcome(seed):
-    """What four calls of three ranks come to under one schedule: R, D, P, W (wrong result) or None."""
+    """What four calls of three ranks come to under one schedule: R, D, P, W (wrong result) or None.
+
+    Odd seeds take the deterministic mode.
+    """
+    deterministic = bool(seed % 2)
     calls = [operands(3, 3 * 136, 192, 256, seed=i)[:2] + ({},) for i in range(4)]
     try:
         with tw.virtual_world(3, device="cpu", seed=seed, sms=2) as world:
-            results = run_calls(world, calls, plan=Plan(tile=(128, 64, 64), stages=2))
+            results = run_calls(world, calls, deterministic=deterministic, plan=Plan(tile=(128, 64, 64), stages=2))
     except (RaceError, DeadlockError, ProtocolError) as error:
         return next(letter for letter, kind in KINDS.items() if isinstance(error, kind))
     try:
         for outs, (a, b, _) in zip(results, calls, strict=True):
-            assert_right(outs, a, b)
+            assert_right(outs, a, b, deterministic=deterministic)
     except AssertionError:
         return "W"
 
@@ -117,7 +121,7 @@ def test_an_edit_is_judged_rightly(name, mutated):
     file, edits, expected = MUTANTS[name]
     mutated(file, edits)
     if expected is None:
-        assert [outcome(seed) for seed in range(3)] == [None] * 3
+        assert [outcome(seed) for seed in range(4)] == [None] * 4
         return
     for seed in range(12):
         found = outcome(seed)
