@@ -56,9 +56,6 @@ pip_install() {
 install_cpu_torch() {
     local pin
     pin=$(grep '^torch==' constraints-cpu.txt)
-    if .venv/bin/python -m pip show --quiet torch >/dev/null 2>&1; then
-        return
-    fi
     pip_install --no-deps --retries 0 --timeout 15 --extra-index-url https://download.pytorch.org/whl/cpu \
         "$pin+cpu" ||
         echo "setup: no CPU build of $pin within reach; taking PyPI's, on Linux x86-64 a CUDA build of several GB" >&2
@@ -70,7 +67,10 @@ case "${1:-}" in
     *) fail "usage: scripts/setup.sh run|dev, got '${1:-}'" ;;
 esac
 
-new_enough .venv/bin/python || make_venv
+# pip is asked as well, in case an earlier setup was interrupted half way.
+if ! new_enough .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    make_venv
+fi
 echo "setup: installing into .venv (the first time takes a few minutes)"
 if has_nvidia_gpu; then
     pip_install -e "$target"

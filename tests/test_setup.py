@@ -1,4 +1,4 @@
-"""scripts/setup.sh names what is missing, with the remedy, before it has changed anything."""
+"""scripts/setup.sh: names what is missing before it changes anything, and chooses the build of PyTorch."""
 
 import shutil
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # A python3 that answers the script's two questions: is it new enough, can it make environments.
-FAKE_PYTHON = """#!/bin/sh
+SYSTEM_PYTHON = """#!/bin/sh
 case "$*" in
     *version_info*) exit {too_old} ;;
     *ensurepip*) exit {no_venv} ;;
@@ -18,19 +18,41 @@ case "$*" in
 esac
 """
 
+# The Python of a finished .venv, which writes down what pip is asked to install.
+VENV_PYTHON = """#!/bin/sh
+case "$*" in
+    *" install "*) echo "$*" >> pip.log ;;
+esac
+case "$*" in
+    *+cpu) exit {no_cpu_build} ;;
+esac
+"""
 
-def run_setup(folder, too_old, no_venv):
-    """Run a copy of the script where `python3` is a fake."""
-    (folder / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "setup.sh", folder / "scripts")
-    fake = folder / "bin" / "python3"
-    fake.parent.mkdir()
-    fake.write_text(FAKE_PYTHON.format(too_old=int(too_old), no_venv=int(no_venv)))
-    fake.chmod(0o755)
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+def write_program(path, text):
+    """An executable file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with the script and what it reads."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
+    shutil.copy(ROOT / "constraints-cpu.txt", tmp_path)
+    return tmp_path
+
+
+def setup(folder, target="run"):
+    """Run the folder's script where its bin/ comes first on the path."""
     return subprocess.run(
-        ["bash", "scripts/setup.sh", "run"],
+        ["bash", "scripts/setup.sh", target],
         cwd=folder,
-        env={"PATH": f"{fake.parent}:/usr/bin:/bin", "PYTHON": "python3"},
+        env={"PATH": f"{folder / 'bin'}:/usr/bin:/bin", "PYTHON": "python3"},
         capture_output=True,
         text=True,
         timeout=60,
@@ -38,20 +60,21 @@ def run_setup(folder, too_old, no_venv):
     )
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-class TestSetup:
-    def test_missing_venv_is_named_with_its_remedy(self, tmp_path):
-        ran = run_setup(tmp_path, too_old=False, no_venv=True)
+class TestWhatIsMissing:
+    def test_venv_is_named_with_its_remedy(self, copy):
+        write_program(copy / "bin" / "python3", SYSTEM_PYTHON.format(too_old=0, no_venv=1))
+        ran = setup(copy)
         assert ran.returncode == 1
         assert "apt install python3-venv" in ran.stderr
-        assert not (tmp_path / ".venv").exists()
+        assert not (copy / ".venv").exists()
 
-    def test_too_old_a_python_is_named_with_its_remedy(self, tmp_path):
-        ran = run_setup(tmp_path, too_old=True, no_venv=False)
+    def test_too_old_a_python_is_named_with_its_remedy(self, copy):
+        write_program(copy / "bin" / "python3", SYSTEM_PYTHON.format(too_old=1, no_venv=0))
+        ran = setup(copy)
         assert ran.returncode == 1
         assert "Python 3.11 or newer is needed, found: Python 3.9.2" in ran.stderr
         assert "make run PYTHON=" in ran.stderr
-        assert not (tmp_path / ".venv").exists()
+        assert not (copy / ".venv").exists()
 
     def test_ci_names_a_missing_make(self, tmp_path):
         shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
@@ -69,3 +92,37 @@ class TestSetup:
         )
         assert ran.returncode == 1
         assert "apt install make" in ran.stderr
+
+
+class TestWhatIsInstalled:
+    @pytest.fixture
+    def installed(self, copy):
+        """Runs the script in a copy with an environment; returns what pip was asked to install, a line each."""
+
+        def run(target="run", no_cpu_build=0, gpu=False):
+            write_program(copy / ".venv" / "bin" / "python", VENV_PYTHON.format(no_cpu_build=no_cpu_build))
+            write_program(copy / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
+            ran = setup(copy, target)
+            assert ran.returncode == 0, ran.stderr
+            assert (copy / ".venv" / ".run-ready").exists()
+            assert (copy / ".venv" / ".dev-ready").exists() == (target == "dev")
+            return (copy / "pip.log").read_text().splitlines(), ran.stderr
+
+        return run
+
+    @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU")
+    def test_without_a_gpu_the_cpu_build(self, installed):
+        (torch, package), _ = installed()
+        assert "torch==2.13.0+cpu" in torch
+        assert "--no-deps" in torch
+        assert package.endswith("-c constraints-cpu.txt -e .")
+
+    @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU")
+    def test_where_no_cpu_build_is_within_reach_pypis(self, installed):
+        (_, package), told = installed(target="dev", no_cpu_build=1)
+        assert "no CPU build of torch==2.13.0 within reach" in told
+        assert package.endswith("-c constraints-cpu.txt -e .[dev]")
+
+    def test_with_a_gpu_pypis_torch_unpinned(self, installed):
+        (package,), _ = installed(gpu=True)
+        assert package.endswith("-qq -e .")
