@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tileweave.cli import main
+from tileweave.lang._names import HOST, WORDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -70,6 +71,12 @@ def test_console_blocks_show_what_is_printed(command, output, capsys):
         assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", output).split()
+
+
+def test_every_word_of_a_kernel_is_explained():
+    page = (ROOT / "docs" / "writing-a-kernel.md").read_text()
+    missing = [word for word in WORDS + HOST if f"`{word}`" not in page]
+    assert not missing, f"docs/writing-a-kernel.md says nothing of {missing}"
 
 
 def test_the_make_targets_of_the_readme_exist():
