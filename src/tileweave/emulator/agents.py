@@ -28,7 +28,9 @@ class CTA:
         "world",
     )  # fmt: skip
 
-    def __init__(self, world: World, rank: int, id: int | None, launch: int, past: Past, index=(), grid=(), num_warps=0):
+    def __init__(
+        self, world: World, rank: int, id: int | None, launch: int, past: Past, index=(), grid=(), num_warps=0
+    ):
         self.world, self.rank, self.id, self.launch = world, rank, id, launch
         self.index, self.grid, self.num_warps = index, grid, num_warps
         self.lanes: list[int] = []  # per lane, the last event handed out (asynchronous lanes)

@@ -306,4 +306,5 @@ def warpgroup_mma_init(value):
 def release_shared_memory(me: Partition) -> None:
     """At the end of a CTA its shared memory goes to others: whatever still uses it is a race."""
     for memory in me.cta.shared:
-        memory.access("write", region_of(memory.tensor), me, Place(me, "release of shared memory at the end of the CTA"))
+        place = Place(me, "release of shared memory at the end of the CTA")
+        memory.access("write", region_of(memory.tensor), me, place)

@@ -27,7 +27,7 @@ ROWS = 4
 
 
 class Row:
-    """Counts of a CTA's lanes as one of its agents knew them, the `stamp`-th time that agent published (0: a mixture)."""
+    """Counts of a CTA's lanes as agent `source` knew them at its event `stamp` (source 0: a mixture of agents)."""
 
     __slots__ = ("counts", "source", "stamp")
 
@@ -111,7 +111,7 @@ class Clock:
 
     __slots__ = ("local", "past")
 
-    def __init__(self, local: np.ndarray, past: tuple[Past, Past, Past, Past]):
+    def __init__(self, local: np.ndarray, past: tuple[Past, ...]):
         self.local, self.past = local, past
 
     @classmethod
@@ -178,7 +178,7 @@ class Clock:
         return Past(past.ended, {**past.live, cta: Row(self.local[row].copy(), source, stamp)})
 
     def acquire(self, mine: CTA, generic: Past, alias: Past) -> None:
-        """Learn, as an agent of CTA `mine`, what another CTA published: its alias fences count, its proxy fences not."""
+        """Learn, in CTA `mine`, what another one published: its alias fences count, its proxy fences do not."""
         past = self.past
         new = merged(past[GENERIC], self._own(mine, generic, GENERIC))
         if alias is generic and past[ALIAS] is past[GENERIC]:

@@ -8,7 +8,7 @@ from tileweave.emulator.clocks import GENERIC
 def missing_order(space: str, x, access, who, why: str) -> str:
     """What would have ordered access `x` before `access` by agent `who`, given `why` the check failed."""
     if why == "scope":
-        return f"nothing: the scopes of these atomic operations ({x.scope} and {access.scope}) do not include each other"
+        return f"a common scope: those of these atomic operations ({x.scope}, {access.scope}) do not include each other"
     if why == "proxy":
         fence = "fence_async_shared" if space == "shared" else "fence_proxy_async"
         return (

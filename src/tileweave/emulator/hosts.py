@@ -50,7 +50,7 @@ class Host:
                 self.result = self._fn(self.rank)
         except _Stopped:
             pass
-        except BaseException as error:  # noqa: BLE001  (handed to the caller of World.run)
+        except BaseException as error:  # raised again by World.run
             self.error = error
         finally:
             self._ended = True
@@ -81,6 +81,7 @@ class Host:
         self._thread.start()
         self._started = True
         while self._resume():
+            assert self._job is not None
             self._answer = self._job()
 
     def _resume(self) -> bool:

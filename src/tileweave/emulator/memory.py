@@ -38,7 +38,8 @@ class Access:
 
     def __init__(self, kind, who, place, scope, multicast):
         self.kind, self.place, self.scope, self.multicast = kind, place, scope, multicast
-        self.lane, self.count, self.is_async, self.cta, self.part = who.lane, who.count, who.is_async, who.cta, place.part
+        self.lane, self.count, self.is_async, self.cta = who.lane, who.count, who.is_async, who.cta
+        self.part = place.part
 
 
 class Group:
@@ -105,7 +106,7 @@ class Memory:
         flat = self._flat.get(dtype)
         if flat is None:
             storage = self.tensor.untyped_storage()
-            flat = torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,))
+            flat = torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
             self._flat[dtype] = flat
         return flat
 
@@ -134,9 +135,7 @@ class Memory:
     def _near(self, group: Group) -> list[tuple[Group, bool]]:
         region = group.region
         group.near = [
-            (other, region.covers(other.region))
-            for other in self._neighbours(region)
-            if region.overlaps(other.region)
+            (other, region.covers(other.region)) for other in self._neighbours(region) if region.overlaps(other.region)
         ]
         return group.near
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-
 import torch
 from greenlet import getcurrent
 
@@ -81,87 +79,101 @@ def _checked(what: str, sem, scope) -> tuple[str, str]:
     return sem, scope
 
 
-def _poll(me, memory, byte, key, value) -> None:
-    """Polling again what has not changed: sleep until it has."""
-    while me.polled == (*key, memory.version(byte)):
-        me.block(memory.watch(byte), lambda: f"{memory.name}, byte {byte}, to change from {value}")
+def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
+    """A read-modify-write: the new value is `compute(old, *operands)`, of tensors.
+
+    Releases accumulate at the location; an acquire takes those of mutual scope. `used`: whether somebody uses the
+    result, which the first thread then tells the others.
+    """
+    me = getcurrent()
+    sem, scope = _checked(name, sem, scope)
+    ptr = _unicast(pointer, name)
+    if isinstance(ptr.offset, torch.Tensor):
+        return _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used)
+    if mask is not None and not bool(raw(mask)):
+        return 0
+    _, _, region = ptr.elements(None, name)
+    memory, flat, byte, offset = ptr.memory, ptr.flat, region.lo, int(ptr.offset)
+    place = Place(me, f"{name}, {sem}, scope {scope}")
+    poll = memory, byte, place.code, place.instruction
+    if me.polled == (*poll, memory.version(byte)):  # polling again what has not changed: sleep until it has
+        while me.polled == (*poll, memory.version(byte)):
+            me.block(memory.watch(byte), _describe_poll, memory, byte, flat, offset)
+    else:
+        me.pause()
+    old = flat[offset].item()
+    new = compute(old, *operands)
+    memory.access("atomic", region, me, place, scope)
+    if new == old:
+        me.polled = (*poll, memory.version(byte))
+    else:
+        flat[offset] = wrapped(new) if flat.dtype is torch.int32 else new
+        memory.changed(byte)
+        me.polled = None
+    if "acq" in sem:
+        memory.acquire(byte, me, scope, everybody=False)
+    if sem in ("release", "acq_rel"):
+        memory.release(byte, me, scope)
+    if used:
+        me.sync()
+    return scalar(old, flat.dtype)
 
 
-def _atomic(name: str, new_value, tiles):
-    """A read-modify-write word. Releases accumulate at the location; an acquire takes those of mutual scope."""
-
-    def word(pointer, *operands, mask=None, sem=None, scope=None, used=True):
-        me = getcurrent()
-        sem, scope = _checked(name, sem, scope)
-        ptr = _unicast(pointer, name)
-        if isinstance(ptr.offset, torch.Tensor):
-            return _atomic_tile(me, ptr, name, tiles, operands, mask, sem, scope, used)
-        if mask is not None and not bool(raw(mask)):
-            return 0
-        _, _, region = ptr.elements(None, name)
-        memory, flat, byte, offset = ptr.memory, ptr.flat, region.lo, int(ptr.offset)
-        what = f"{name}, {sem}, scope {scope}"
-        place = Place(me, what)
-        key = (memory, byte, place.code, place.instruction)
-        if me.polled == (*key, memory.version(byte)):
-            _poll(me, memory, byte, key, flat[offset].item())
-        else:
-            me.pause()
-        old = flat[offset].item()
-        new = new_value(old, *operands)
-        memory.access("atomic", region, me, place, scope)
-        if new != old:
-            flat[offset] = wrapped(new) if flat.dtype is torch.int32 else new
-            memory.changed(byte)
-            me.polled = None
-        else:
-            me.polled = (*key, memory.version(byte))
-        if "acq" in sem:
-            memory.acquire(byte, me, scope, everybody=False)
-        if "rel" in sem and sem != "relaxed":
-            memory.release(byte, me, scope)
-        if used:  # the first thread tells the others the result
-            me.sync()
-        return scalar(old, flat.dtype)
-
-    return word
+def _describe_poll(memory, byte, flat, offset) -> str:
+    return f"{memory.name}, byte {byte}, to change from {flat[offset].item()}"
 
 
-def _atomic_tile(me, ptr, name, tiles, operands, mask, sem, scope, used):
-    """Every thread its elements. One after the other where several lanes name one element."""
+def _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used):
+    """Every thread its elements; one after the other, as several may name one element."""
     me.pause()
     offsets, keep, region = ptr.elements(mask, name)
     place = Place(me, f"{name}, {sem}, scope {scope}")
     for who in _everybody(me, True):
         ptr.memory.access("atomic", region, who, place, scope)
-    flat, size = ptr.flat, ptr.flat.element_size()
-    kept = torch.ones(offsets.shape, dtype=torch.bool) if keep is None else keep
+    memory, flat, size = ptr.memory, ptr.flat, ptr.flat.element_size()
+    keep = torch.ones(offsets.shape, dtype=torch.bool) if keep is None else keep
     old = torch.zeros(offsets.shape, dtype=flat.dtype)
-    columns = [torch.as_tensor(raw(x)).to(flat.dtype).expand(offsets.shape)[kept] for x in operands]
-    at = offsets[kept]
-    before = torch.empty(len(at), dtype=flat.dtype)
-    for i, offset in enumerate(at.tolist()):
-        before[i] = flat[offset]
-        flat[offset] = tiles(flat[offset], *(column[i] for column in columns))
+    columns = [torch.as_tensor(raw(x)).to(flat.dtype).expand(offsets.shape)[keep].tolist() for x in operands]
+    found = []
+    for i, offset in enumerate(offsets[keep].tolist()):
+        before = flat[offset].item()
+        found.append(before)
+        after = compute(before, *(column[i] for column in columns))
+        flat[offset] = wrapped(after) if flat.dtype is torch.int32 else after
+        byte = offset * size
         if "acq" in sem:
-            ptr.memory.acquire(offset * size, me, scope, everybody=True)
-        if "rel" in sem and sem != "relaxed":
-            ptr.memory.release(offset * size, me, scope)
-        ptr.memory.changed(offset * size)
-    old[kept] = before
+            memory.acquire(byte, me, scope, everybody=True)
+        if sem in ("release", "acq_rel"):
+            memory.release(byte, me, scope)
+        memory.changed(byte)
+    old[keep] = torch.tensor(found, dtype=flat.dtype)
     if used:
         me.sync()
     return Tile(old)
 
 
-atomic_add = _atomic("atomic_add", lambda old, x: old + x, lambda old, x: old + x)
-atomic_xchg = _atomic("atomic_xchg", lambda old, x: x, lambda old, x: x)
-atomic_cas = _atomic(
-    "atomic_cas",
-    lambda old, expected, x: x if old == expected else old,
-    lambda old, expected, x: torch.where(old == expected, x, old),
-)
-atomic_max = _atomic("atomic_max", builtins.max, torch.maximum)
+def atomic_add(pointer, val, mask=None, sem=None, scope=None, used=True):
+    """Add; returns what was there before."""
+    return _atomic("atomic_add", lambda old, x: old + x, pointer, (val,), mask, sem, scope, used)
+
+
+def atomic_xchg(pointer, val, mask=None, sem=None, scope=None, used=True):
+    """Replace; returns what was there before."""
+    return _atomic("atomic_xchg", lambda old, x: x, pointer, (val,), mask, sem, scope, used)
+
+
+def atomic_cas(pointer, cmp, val, sem=None, scope=None, used=True):
+    """Replace what equals `cmp`; returns what was there before."""
+
+    def compute(old, expected, x):
+        return x if old == expected else old
+
+    return _atomic("atomic_cas", compute, pointer, (cmp, val), None, sem, scope, used)
+
+
+def atomic_max(pointer, val, mask=None, sem=None, scope=None, used=True):
+    """Raise to at least `val`; returns what was there before."""
+    return _atomic("atomic_max", max, pointer, (val,), mask, sem, scope, used)
 
 
 # ---------------------------------------------------------------- multicast addresses
@@ -176,9 +188,8 @@ def _slices(ptr, what: str):
         )
     if ptr.torch_dtype not in (torch.float16, torch.bfloat16):
         raise ProtocolError(f"{what} takes 16-bit floats, not {ptr.torch_dtype}: {Place(getcurrent(), what)}")
-    n, distance = ptr.slices
+    start, n, distance = ptr.slices
     offsets = torch.as_tensor(ptr.offset)
-    start = ptr.memory.tensor.storage_offset()
     low, high = int(offsets.min()) - start, int(offsets.max()) - start
     if low < 0 or high >= distance:
         raise ProtocolError(

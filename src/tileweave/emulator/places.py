@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 KERNEL_FILES: set[str] = set()  # files of which functions have been rebuilt; their frames are places in a kernel
 
@@ -16,13 +16,14 @@ class Place:
     __slots__ = ("caller", "code", "instruction", "part", "what")
 
     def __init__(self, part, what: str, code: CodeType | None = None, instruction: int = 0):
-        self.part, self.what, self.code, self.instruction, self.caller = part, what, code, instruction, None
+        self.part, self.what, self.code, self.instruction = part, what, code, instruction
+        self.caller: tuple[CodeType, int] | None = None
         if code is None:
             self._find()
 
     def _find(self) -> None:
         files = KERNEL_FILES
-        frame = sys._getframe(3)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None and frame.f_code.co_filename not in files:
             frame = frame.f_back
         if frame is not None:

@@ -6,6 +6,7 @@ import ast
 import functools
 import inspect
 import textwrap
+import threading
 import types
 from typing import Any
 
@@ -97,6 +98,7 @@ class _Module:
 
 _MADE: dict[tuple[Any, bool], Any] = {}  # rebuilt functions and classes
 _BUSY: set[types.FunctionType] = set()
+_LOCK = threading.RLock()  # worlds may run side by side
 
 
 def translate(value):
@@ -136,14 +138,14 @@ def _rebuilt(fn: types.FunctionType, device: bool):
     made = _MADE.get((fn, device))
     if made is not None:
         return made
-    if fn in _BUSY:
-        return _Lazy(fn, device)
-    _BUSY.add(fn)
-    try:
-        made = _build(fn, device)
-    finally:
-        _BUSY.discard(fn)
-    _MADE[fn, device] = made
+    with _LOCK:
+        if fn in _BUSY:
+            return _Lazy(fn, device)
+        _BUSY.add(fn)
+        try:
+            made = _MADE[fn, device] = _build(fn, device)
+        finally:
+            _BUSY.discard(fn)
     return made
 
 
@@ -190,10 +192,15 @@ def _rebuilt_class(cls: type):
     made = _MADE.get((cls, True))
     if made is not None:
         return made
+    with _LOCK:
+        return _build_class(cls)
+
+
+def _build_class(cls: type):
     made = _MADE[cls, True] = type(cls.__name__, (), {})
     fields: dict[str, Any] = {}
     for base in reversed(cls.__mro__[:-1]):
-        fields.update(base.__dict__.get("__annotations__", {}))
+        fields.update(inspect.get_annotations(base))
         for name, member in vars(base).items():
             if name in _NOT_MEMBERS:
                 continue
@@ -202,7 +209,7 @@ def _rebuilt_class(cls: type):
             else:
                 setattr(made, name, translate(member))
     if "__init__" not in vars(made):
-        made.__init__ = _initializer(cls.__name__, list(fields))
+        setattr(made, "__init__", _initializer(cls.__name__, list(fields)))  # noqa: B010  (mypy refuses the other form)
     return made
 
 

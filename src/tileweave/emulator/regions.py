@@ -63,9 +63,7 @@ class Region:
         place = self._columns(other)
         if place:
             r0, c0, r1, c1 = place
-            return (
-                c0 <= c1 and c1 + other.run <= c0 + self.run and r0 <= r1 and r1 + other.rows <= r0 + self.rows
-            )
+            return c0 <= c1 and c1 + other.run <= c0 + self.run and r0 <= r1 and r1 + other.rows <= r0 + self.rows
         (starts, ends), (others, other_ends) = self.intervals, other.intervals
         i = np.searchsorted(starts, others, "right") - 1
         return bool(((i >= 0) & (ends[i] >= other_ends)).all())

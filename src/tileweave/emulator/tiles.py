@@ -64,7 +64,7 @@ class Tile:
     """A tensor in registers; `op` is the wgmma that may still write it."""
 
     __slots__ = ("_t", "op")
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, t: torch.Tensor, op=None):
         self._t, self.op = t, op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from greenlet import getcurrent
@@ -34,12 +35,13 @@ class View:
 
     def __init__(self, memory: Memory, tensor: torch.Tensor | None, error: str = ""):
         self.memory, self.tensor, self.error = memory, tensor, error
-        self._region, self._derived = None, {}
+        self._region: Region | None = None
+        self._derived: dict[Any, View] = {}
 
     @property
     def t(self) -> torch.Tensor:
         """The elements. Only their use is an error where an index was out of range, not the address."""
-        if self.error:
+        if self.tensor is None:
             raise ProtocolError(f"{self.error}\n    {Place(getcurrent(), 'use')}")
         return self.tensor
 
@@ -74,7 +76,7 @@ class View:
         i, n = int(index), self.t.shape[0]
         if 0 <= i < n:
             return self._derive(i, lambda t: t[i])
-        return View(self.memory, None, f"index {i} of {self.memory.name} is outside of its {n} positions (0 to {n - 1})")
+        return View(self.memory, None, f"index {i} of {self.memory.name}: 0 to {n - 1} are legal")
 
     def permute(self, order) -> View:
         """Dimensions in another order."""
@@ -128,9 +130,9 @@ class Pointer:
 
     __slots__ = ("_dtype", "memory", "offset", "slices")
 
-    def __init__(self, memory: Memory, dtype: torch.dtype, offset, slices: tuple[int, int] | None = None):
+    def __init__(self, memory: Memory, dtype: torch.dtype, offset, slices: tuple[int, int, int] | None = None):
         self.memory, self._dtype, self.offset = memory, dtype, offset
-        self.slices = slices  # of a multicast address: number of slices, and their distance in elements
+        self.slices = slices  # of a multicast address: first element, number of slices, their distance in elements
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -199,9 +201,9 @@ class Descriptor:
     def __init__(self, memory: Memory, d):
         self.memory, self.block, self.layout = memory, tuple(d.block_shape), d.layout
         self.padding = getattr(d, "padding", "zero")
-        self.t = d.base.as_strided(tuple(d.shape), tuple(d.strides), d.base.storage_offset())
+        self.t = d.base.detach().as_strided(tuple(d.shape), tuple(d.strides), d.base.storage_offset())
         self.torch_dtype, self.dtype = d.base.dtype, LANG_DTYPES[d.base.dtype]
-        self.block_shape, self.block_type = list(d.block_shape), d
+        self.block_shape = list(d.block_shape)
         self.numel = math.prod(self.block)
         self.nbytes = self.numel * d.base.element_size()
         self._boxes: dict[tuple, tuple] = {}
@@ -240,4 +242,3 @@ class Descriptor:
             inside.append(slice(low - c, high - c) if high > low else slice(0, 0))
         part = self.t[tuple(outer)]
         return part, tuple(inside), whole, region_of(part)
-

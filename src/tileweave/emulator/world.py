@@ -235,7 +235,8 @@ class World:
         if isinstance(value, Multicast):
             t = value.tensor
             self.multicast = True
-            return Pointer(self.memory(t, title), t.dtype, t.storage_offset(), (t.shape[0], t.stride(0)))
+            first = int(t.storage_offset())
+            return Pointer(self.memory(t, title), t.dtype, first, (first, t.shape[0], t.stride(0)))
         if isinstance(value, bool):
             return value
         if isinstance(value, float):
@@ -243,7 +244,9 @@ class World:
         return translate(value)
 
     def memory(self, tensor: torch.Tensor, name: str) -> Memory:
-        """The history of a tensor's storage."""
+        """The history of a tensor's storage; ValueError for one that is not in the CPU's memory."""
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{name} is on {tensor.device}; the emulator takes CPU tensors")
         key = tensor.untyped_storage().data_ptr()
         memory = self._memories.get(key)
         if memory is None:
@@ -281,9 +284,9 @@ class World:
         for host in self.hosts:
             if host.error is not None:
                 raise host.error
-        blocked = [part for part in self.parts if part.waiting]
-        if blocked:
-            lines = [f"    {place} -- for {describe(*args)}" for place, describe, args in (p.waiting for p in blocked)]
+        waits = [part.waiting for part in self.parts if part.waiting]
+        if waits:
+            lines = [f"    {place} -- for {describe(*args)}" for place, describe, args in waits]
             raise DeadlockError("deadlock: nothing can run\n" + "\n".join(lines))
 
     @property

@@ -50,7 +50,7 @@ def consumer(
     mn = gl.maximum(m, gl.max(s, 1) * scale)
     p = gl.exp2(s * scale - mn[:, None])
     m = mn
-    l = gl.sum(p, 1)
+    total = gl.sum(p, 1)
     pb = p.to(gl.bfloat16)
     for j in range(1, n):
         sidx = j % ST
@@ -66,7 +66,7 @@ def consumer(
         p = gl.exp2(s * scale - mn[:, None])
         al = gl.exp2(m - mn)
         m = mn
-        l = l * al + gl.sum(p, 1)
+        total = total * al + gl.sum(p, 1)
         o = gl.warpgroup_mma_wait(0, deps=[ot])
         gl.mbarrier_arrive(ve.index(pidx), count=1)
         o = o * gl.convert_layout(al, gl.SliceLayout(1, LO))[:, None]
@@ -75,7 +75,7 @@ def consumer(
     gl.mbarrier_wait(vr.index(pidx), ((n - 1) // ST) & 1)
     ot = gl.warpgroup_mma(pb, v_bufs.index(pidx), o, is_async=True)
     o = gl.warpgroup_mma_wait(0, deps=[ot])
-    o = o * gl.convert_layout(1.0 / l, gl.SliceLayout(1, LO))[:, None]
+    o = o * gl.convert_layout(1.0 / total, gl.SliceLayout(1, LO))[:, None]
     o_buf.index(i).store(o.to(gl.bfloat16))
     gl.fence_async_shared()
     gl.barrier()

@@ -4,9 +4,7 @@ from tileweave import lang as gl
 
 
 @gl.jit
-def ring_copy(
-    src, dst_desc, dst, src_rank, ROWS, BR: gl.constexpr, BC: gl.constexpr, S: gl.constexpr
-):
+def ring_copy(src, dst_desc, dst, src_rank, ROWS, BR: gl.constexpr, BC: gl.constexpr, S: gl.constexpr):
     """Rows of `src_rank`'s slice to `dst`'s, through S buffers."""
     buf = gl.allocate_shared_memory(gl.bfloat16, [S, 1, BR, BC], src.layout)
     bar = gl.allocate_shared_memory(gl.int64, [S, 1], gl.MBarrierLayout())
