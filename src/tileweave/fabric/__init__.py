@@ -1,25 +1,23 @@
 """What joins the ranks of a group: `fabric_of` finds it, `virtual_world` makes one within this process."""
 
 from functools import cache
-from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from tileweave.fabric.base import Channel, Fabric, FabricTimeout
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.emulated import EmulatedWorld
+from tileweave.fabric.names import Group, group_name, group_size, named_group, resolve_group
 from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
-from tileweave.fabric.world import VirtualGroup, World, current_group
+from tileweave.fabric.world import VirtualGroup, World
 
 __all__ = [
     "Channel", "Fabric", "FabricTimeout", "Group", "VirtualGroup", "World",
-    "cuda_refusal", "fabric_of", "virtual_world",
+    "cuda_refusal", "fabric_of", "group_name", "group_size", "named_fabric", "virtual_world",
 ]  # fmt: skip
 
-Group: TypeAlias = VirtualGroup | dist.ProcessGroup | DeviceMesh | None
 EMULATED_SMS = 4
 
 
@@ -31,28 +29,22 @@ def fabric_of(group: Group = None, device: torch.device | str | None = None) -> 
     TypeError for anything else; ValueError if a mesh has more dimensions or this process is no member of the group;
     RuntimeError if the group's world is not running.
     """
-    if group is None:
-        group = current_group() or (dist.group.WORLD if dist.is_initialized() else None)
+    return _fabric(resolve_group(group), device)
+
+
+def named_fabric(name: str, device: torch.device) -> Fabric:
+    """The fabric of the group of this name, for this thread's rank. RuntimeError if `named_group` knows no such."""
+    return _fabric(named_group(name), device)
+
+
+def _fabric(group: VirtualGroup | dist.ProcessGroup | None, device: torch.device | str | None) -> Fabric:
+    """The fabric of a resolved group; None is this process alone."""
     if isinstance(group, VirtualGroup):
         return group.world.fabric(group.rank)
     device = _indexed(torch.device("cpu" if device is None else device))
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group: expected a 1-D DeviceMesh, got {group.ndim} dimensions {group.mesh_dim_names or ''}: "
-                "take one of them, as in mesh['tp']"
-            )
-        group = group.get_group()
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: this process is not a member of the group")
-    if isinstance(group, dist.ProcessGroup):
-        return DistributedFabric(group, device)
     if group is None:
         return DistributedFabric(None, device) if cuda_refusal(device) else VirtualFabric(_alone(device), 0)
-    raise TypeError(
-        "group: expected a torch.distributed ProcessGroup, a 1-D DeviceMesh, the group that world.run gives to a rank, "
-        f"or None, got {type(group).__name__}"
-    )
+    return DistributedFabric(group, device)
 
 
 def virtual_world(

@@ -93,6 +93,13 @@ class Fabric(ABC):
     def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """`reduce_scatter` of checked arguments."""
 
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The ranks' `x` [rows, ...], of one shape and dtype, in rank order: a new tensor [world * rows, ...].
+
+        `x` is left as it is; the result is contiguous, on this rank's current stream. Collective.
+        """
+
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum ("sum") or mean ("avg") over the ranks of `x` [M, ...], of which rank r returns rows r * M / world on.
 

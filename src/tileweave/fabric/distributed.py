@@ -61,6 +61,15 @@ class DistributedFabric(Fabric):
         )
         return out if averages or op == "sum" else out.div_(self.world_size)
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`dist.all_gather_into_tensor`."""
+        out = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
+        if self.group is None:
+            return out.copy_(x)
+        if out.numel():
+            dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+        return out
+
     def _collectives(self) -> str:
         """Name of the backend that serves this device's tensors."""
         return self.group._get_backend(self.device).name() if self.group else ""

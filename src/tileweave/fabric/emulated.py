@@ -59,6 +59,11 @@ class EmulatedFabric(WorldFabric):
         self.rendezvous()  # the peers may change their x only when all have read it
         return total
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        whole = torch.cat(self.exchange(f"all_gather({tuple(x.shape)}, {x.dtype})", x, list))
+        self.rendezvous()  # the peers may change their x only when all have read it
+        return whole
+
     def _meet(self, deposit: Any, act: Callable[[list[Any]], Outcome]) -> Outcome:
         self.world.deposits[self.rank] = deposit
         return self.world._machine.rendezvous(lambda: act(list(self.world.deposits)))

@@ -157,6 +157,12 @@ class VirtualFabric(WorldFabric):
         self._gather(label, None)  # the peers' streams may change or free their x only when all have read it
         return total
 
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        label = f"all_gather({tuple(x.shape)}, {x.dtype})"
+        whole = torch.cat(self._gather(label, x))
+        self._gather(label, None)  # as in _reduce_scatter
+        return whole
+
     def _gather(self, label: str, value: T) -> list[T]:
         """All ranks' values; this rank's stream waits for what the peers' streams have been given so far."""
         stream = torch.cuda.current_stream(self.device)

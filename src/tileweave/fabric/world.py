@@ -1,6 +1,8 @@
 """Worlds whose ranks are threads of one process: running them, and what their fabrics have in common."""
 
+import itertools
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +17,8 @@ from tileweave.fabric.workspace import Workspace
 
 T = TypeVar("T")
 _thread = threading.local()
+_numbers = itertools.count()
+_worlds: "weakref.WeakValueDictionary[str, World]" = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,11 @@ class VirtualGroup:
     world: "World"
     rank: int
 
+    @property
+    def group_name(self) -> str:
+        """Name of the world, the same for all its ranks; `find_world` knows it."""
+        return self.world.name
+
     def size(self) -> int:
         """Number of ranks."""
         return self.world.size
@@ -32,6 +41,11 @@ class VirtualGroup:
 def current_group() -> VirtualGroup | None:
     """The group of the world that this thread is a rank of, if it is one."""
     return getattr(_thread, "group", None)
+
+
+def find_world(name: str) -> "World | None":
+    """The world of this name, unless there is none or it has been garbage collected."""
+    return _worlds.get(name)
 
 
 class World(ABC):
@@ -45,6 +59,8 @@ class World(ABC):
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         self.size, self.device, self.sms, self.timeout = size, device, sms, timeout
         self.workspace = Workspace(size, device, int(timeout * 1e9))
+        self.name = f"tileweave:world:{next(_numbers)}"
+        _worlds[self.name] = self
         self._running = threading.Lock()
         self._closed = False
         self._fabrics: list[Fabric] | None = None
@@ -63,7 +79,10 @@ class World(ABC):
 
         def body(rank: int) -> T:
             group = VirtualGroup(self, rank)
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad), _inside(group):
+            # A backward pass meets the other ranks, so each rank's must run on its own thread: the autograd engine's
+            # one thread for a GPU would wait in the first rank's for all others.
+            own_backward = torch.autograd.set_multithreading_enabled(False)
+            with torch.inference_mode(inference), torch.set_grad_enabled(grad), own_backward, _inside(group):
                 return fn(rank, group)
 
         try:

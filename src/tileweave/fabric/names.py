@@ -1,0 +1,84 @@
+"""Names of groups: what a registered operator's schema can hold in place of a group.
+
+`group_name` is written so that torch.compile can trace it: a compiled function is guarded by the thread's world and
+the group's name, hence shared by all ranks of a virtual world and compiled anew for another world.
+"""
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from tileweave.fabric.world import VirtualGroup, World, current_group, find_world
+
+Group: TypeAlias = VirtualGroup | dist.ProcessGroup | DeviceMesh | None
+ALONE = "tileweave:alone"  # a process without any group
+
+
+def default_group() -> VirtualGroup | dist.ProcessGroup | None:
+    """What `group=None` means here: the thread's world, else the default process group, else None: a world of one."""
+    return current_group() or (dist.group.WORLD if dist.is_initialized() else None)
+
+
+def resolve_group(group: Group) -> VirtualGroup | dist.ProcessGroup | None:
+    """The group meant by `group`: None becomes the default group, a mesh its process group.
+
+    TypeError for anything that is no group; ValueError if a mesh has more dimensions than one or this process is no
+    member of the group.
+    """
+    if group is None:
+        return default_group()
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a 1-D DeviceMesh, got {group.ndim} dimensions {group.mesh_dim_names or ''}: "
+                "take one of them, as in mesh['tp']"
+            )
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not a member of the group")
+    if isinstance(group, (VirtualGroup, dist.ProcessGroup)):
+        return group
+    raise TypeError(
+        "group: expected a torch.distributed ProcessGroup, a 1-D DeviceMesh, the group that world.run gives to a rank, "
+        f"or None, got {type(group).__name__}"
+    )
+
+
+def group_name(group: Group) -> str:
+    """The name of a group, the same on all ranks, by which `named_group` finds it again. Raises as `resolve_group`."""
+    group = resolve_group(group)
+    return ALONE if group is None else group.group_name
+
+
+def named_group(name: str) -> VirtualGroup | dist.ProcessGroup | None:
+    """The group of a name, seen from this thread; None for a world of one.
+
+    RuntimeError if the name is unknown (its world or process group is gone), or if it is a virtual world that this
+    thread is no rank of: a name says nothing of the rank, which is the thread's.
+    """
+    if name == ALONE:
+        return None
+    world = find_world(name)
+    if world is None:
+        return _process_group(name)
+    mine = current_group()
+    if mine is None or mine.world is not world:
+        raise RuntimeError(
+            "group: this thread is no rank of that world, or the world is not running; use a world's group inside "
+            "world.run only, on the thread that it was given to"
+        )
+    return mine
+
+
+def group_size(name: str) -> int:
+    """The number of ranks of a group. RuntimeError if the name is unknown."""
+    if name == ALONE:
+        return 1
+    group = find_world(name) or _process_group(name)
+    return group.size if isinstance(group, World) else group.size()
+
+
+def _process_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]  # GroupName, a str by another name
