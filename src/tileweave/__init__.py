@@ -1,10 +1,20 @@
 """tileweave: compute-communication kernels for NVIDIA GPUs joined by NVLink, which also run on a CPU to be checked."""
 
 from tileweave.explain import explain
-from tileweave.fabric import FabricTimeout, virtual_world
+from tileweave.fabric import FabricTimeout, check, memory_report, virtual_world
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 
 __version__ = "0.1.0"
-__all__ = ["FabricTimeout", "Plan", "Route", "__version__", "explain", "matmul_reduce_scatter", "virtual_world"]
+__all__ = [
+    "FabricTimeout",
+    "Plan",
+    "Route",
+    "__version__",
+    "check",
+    "explain",
+    "matmul_reduce_scatter",
+    "memory_report",
+    "virtual_world",
+]

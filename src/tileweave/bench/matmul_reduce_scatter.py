@@ -21,10 +21,12 @@ import torch
 from tileweave.bench.measure import interleaved, machine
 from tileweave.fabric import virtual_world
 from tileweave.fabric.base import Channel
-from tileweave.fabric.virtual import Launch, VirtualFabric, launch_all
-from tileweave.ops.matmul_reduce_scatter import op as rs
+from tileweave.fabric.variants import load
+from tileweave.fabric.virtual import Launch, VirtualFabric, VirtualWorld, launch_all
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
-from tileweave.planner import Plan
+from tileweave.ops.matmul_reduce_scatter.check import check
+from tileweave.ops.matmul_reduce_scatter.launch import fused
+from tileweave.planner import Plan, Problem, plan_for
 
 SHAPES = [(1, 8192, 8192, 8192)] + [(w, 8192, 8192, k) for k in (4096, 2048) for w in (2, 4, 8)]
 
@@ -50,24 +52,22 @@ class Recorder(VirtualFabric):
         return Channel(op, words[0], words[1][0], nothing, nothing, 10**9)
 
     def launch(self, kernel, grid, args, *, num_warps) -> None:
-        compiled = self.world.compile(kernel, grid, args, num_warps)
-        if compiled.module is None:
-            compiled._init_handles()
+        compiled = self.world.variants.get(kernel, grid, args, num_warps)
+        load(compiled, capturing=False)
         self.kept.append(Launch(compiled, grid, args, torch.cuda.current_stream().cuda_stream, False))
 
 
-def record(world, a, b, alone: bool, plan: Plan | None, **options):
-    """All ranks' launches of one call, and the results they will write."""
+def record(world, a, b, alone: bool, plan: Plan, **options):
+    """All ranks' launches of one call, the results they will write, their streams."""
 
     def rank_program(rank, group):
         fabric = Recorder(group.world.fabric(rank), alone)
-        call = rs.check(fabric, a[rank], b[rank], "sum", None, options.get("deterministic", False), None)
-        chosen = plan or rs.choose(fabric, call, a[rank], None).plan
-        out = rs.fused(fabric, call, a[rank], b[rank], chosen)
-        return fabric.kept[0], out, chosen, torch.cuda.current_stream()
+        deterministic = options.get("deterministic", False)
+        call = check(fabric.world_size, a[rank], b[rank], "sum", None, deterministic, None, 0)
+        out = fused(fabric, call, a[rank], b[rank], None, plan)
+        return fabric.kept[0], out, torch.cuda.current_stream()
 
-    launches, outs, plans, streams = zip(*world.run(rank_program), strict=True)
-    return launches, outs, plans[0], streams
+    return zip(*world.run(rank_program), strict=True)
 
 
 def together(launches: Sequence[Launch], streams: Sequence[torch.cuda.Stream]) -> Callable[[], None]:
@@ -91,15 +91,16 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int) -> dict:
     b = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16).t() for _ in range(world_size)]
     product = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     with virtual_world(world_size, "cuda", timeout=5.0) as world:
-        contenders, errors = {}, {}
+        contenders: dict[str, Callable[[], None]] = {}
+        errors: dict[str, float] = {}
         truth = reference(a, b)
-        plan = None
+        plan = plan_for(Problem(m, n, k, world_size, product.itemsize, world.sms, linked=False))
         for name, alone, deterministic in (
             ("fused", False, False),
             ("deterministic", False, True),
             ("local", True, False),
         ):
-            launches, outs, plan, streams = record(world, a, b, alone, plan, deterministic=deterministic)
+            launches, outs, streams = record(world, a, b, alone, plan, deterministic=deterministic)
             contenders[name] = together(launches, streams)
             for out in outs:
                 out.fill_(float("nan"))
@@ -111,8 +112,14 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int) -> dict:
             assert error <= tolerance(torch.bfloat16, world_size, deterministic), (name, error)
             errors[name] = error
         del truth
-        contenders["cublas"] = lambda: [torch.mm(x, y, out=product) for x, y in zip(a, b, strict=True)] and None
+
+        def cublas() -> None:
+            for x, y in zip(a, b, strict=True):
+                torch.mm(x, y, out=product)
+
+        contenders["cublas"] = cublas
         times = interleaved(contenders, rounds)
+        assert isinstance(world, VirtualWorld)
         world.check()
     flop = 2 * m * n * k * world_size
     return {

@@ -10,12 +10,13 @@ from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.emulated import EmulatedWorld
 from tileweave.fabric.names import Group, group_name, group_size, named_group, resolve_group
+from tileweave.fabric.processes import ProcessFabric
 from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
 from tileweave.fabric.world import VirtualGroup, World
 
 __all__ = [
     "Channel", "Fabric", "FabricTimeout", "Group", "VirtualGroup", "World",
-    "cuda_refusal", "fabric_of", "group_name", "group_size", "named_fabric", "virtual_world",
+    "check", "cuda_refusal", "fabric_of", "group_name", "group_size", "memory_report", "named_fabric", "virtual_world",
 ]  # fmt: skip
 
 EMULATED_SMS = 4
@@ -44,7 +45,9 @@ def _fabric(group: VirtualGroup | dist.ProcessGroup | None, device: torch.device
     device = _indexed(torch.device("cpu" if device is None else device))
     if group is None:
         return DistributedFabric(None, device) if cuda_refusal(device) else VirtualFabric(_alone(device), 0)
-    return DistributedFabric(group, device)
+    if dist.get_rank(group) < 0:
+        raise ValueError("group: this process is not a member of the group")
+    return DistributedFabric(group, device) if device.type == "cpu" else ProcessFabric.of(group, device)
 
 
 def virtual_world(
@@ -79,6 +82,29 @@ def virtual_world(
     if refusal:
         raise RuntimeError(f"device: virtual ranks cannot run on {device!r}: {refusal}; device='cpu' emulates them")
     return VirtualWorld(n, _indexed(kind), sms_per_rank(n, kind, sms), timeout)
+
+
+def check(group: Group = None, device: torch.device | str | None = None) -> None:
+    """Wait for this rank's GPU and raise FabricTimeout if a kernel of the group has waited in vain for a peer.
+
+    A timeout is also raised by the next call of an op and logged by a watchdog thread; graph replays, which run no
+    host code, should be followed by this. `device` as in `memory_report`.
+    """
+    fabric_of(group, _default(device)).check()
+
+
+def memory_report(group: Group = None, device: torch.device | str | None = None) -> dict[str, dict[str, int]]:
+    """Bytes of workspace that the library holds for a group on this rank, by op; empty before the first call.
+
+    `own` is physical memory of this rank, `mapped` the range of addresses in which it sees the memory of all ranks.
+    `device`: the current CUDA device by default, the CPU where there is none.
+    """
+    return fabric_of(group, _default(device)).memory()
+
+
+def _default(device: torch.device | str | None) -> torch.device | str:
+    """The device that a process's tensors are on, unless told otherwise."""
+    return device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -100,6 +100,14 @@ class Fabric(ABC):
         `x` is left as it is; the result is contiguous, on this rank's current stream. Collective.
         """
 
+    def check(self) -> None:
+        """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain for a peer."""
+        return  # nothing waits in a fallback, nor in the emulator, where it would be a deadlock
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of workspace by op: `own`, this rank's, and `mapped`, the addresses that cover all ranks'."""
+        return {}
+
     def reduce_scatter(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
         """Sum ("sum") or mean ("avg") over the ranks of `x` [M, ...], of which rank r returns rows r * M / world on.
 

@@ -25,7 +25,7 @@ class DistributedFabric(Fabric):
         if self.rank < 0:
             raise ValueError("group: this process is not a member of the group")
 
-    def refusal(self) -> str:
+    def refusal(self) -> str | None:
         if self.device.type == "cpu":
             return "CPU tensors outside an emulated world (tileweave.virtual_world): torch.matmul and torch.distributed"
         reason = cuda_refusal(self.device) or "peer memory between processes is not implemented yet"

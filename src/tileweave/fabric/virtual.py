@@ -17,6 +17,7 @@ import torch
 from tileweave.fabric.base import Abandoned, Outcome
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
+from tileweave.fabric.variants import Variants, enqueue, load
 from tileweave.fabric.world import World, WorldFabric
 
 T = TypeVar("T")
@@ -43,13 +44,8 @@ class VirtualWorld(World):
         super().__init__(size, device, sms, timeout)
         self.meeting = self._new_meeting()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
-        self._compiling = threading.Lock()
+        self.variants = Variants()
         self.last: list[torch.cuda.Stream | None] = [None] * size  # where each rank's latest launch went
-
-    def compile(self, kernel: Any, grid: int, args: Sequence[Any], num_warps: int) -> Any:
-        """The compiled variant of a kernel for these arguments, not necessarily loaded."""
-        with self._compiling:  # ranks want the same variants: compile each once
-            return kernel.warmup(*args, grid=(grid,), num_warps=num_warps)
 
     def close(self) -> None:
         """Wait for the GPU, then release the world's memory."""
@@ -141,7 +137,7 @@ class VirtualFabric(WorldFabric):
         """
         self.check_grid(kernel, grid)
         with torch.cuda.device(self.device):
-            compiled = self.world.compile(kernel, grid, args, num_warps)
+            compiled = self.world.variants.get(kernel, grid, args, num_warps)
             stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
             last = self.world.last[self.rank]
             if last is not None and last != stream and not capturing:
@@ -195,12 +191,6 @@ def first_failure(outcomes: Sequence[Outcome]) -> Outcome:
 def launch_all(launches: Sequence[Launch]) -> None:
     """Load what is not loaded, then enqueue the kernels of all ranks; the calling thread is one rank's."""
     for launch in launches:
-        if launch.kernel.module is None:
-            if launch.capturing:
-                raise RuntimeError(
-                    f"{launch.kernel.name}: a kernel cannot be loaded while a CUDA graph is captured: "
-                    "call the op once with these shapes before the capture (warm up)"
-                )
-            launch.kernel._init_handles()
+        load(launch.kernel, launch.capturing)
     for launch in launches:
-        launch.kernel[(launch.grid, 1, 1)](*launch.args, stream=launch.stream)
+        enqueue(launch.kernel, launch.grid, launch.args, launch.stream)

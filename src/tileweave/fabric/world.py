@@ -147,6 +147,13 @@ class WorldFabric(Fabric):
         assert grown is not None
         return grown
 
+    def memory(self) -> dict[str, dict[str, int]]:
+        report = {}
+        for op, shared in self.world.workspace.ops.items():
+            mapped = sum(x.nbytes for x in (shared.flags, shared.adding, shared.staging))
+            report[op] = {"own": mapped // self.world_size, "mapped": mapped}
+        return report
+
     def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
         return self.exchange("rendezvous", None, lambda _: action() if action else None)
 

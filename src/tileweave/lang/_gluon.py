@@ -74,6 +74,7 @@ mbarrier_invalidate = _mbarrier.invalidate
 # Words of a flag block that precede the flags themselves (see Flags).
 ABORT = constexpr(0)
 RECORD = constexpr(1)  # 1: somebody timed out and filled the next four: index, expected, seen, rank
+REPORT = constexpr(8)  # and 9: address of the owner's copy of the record in pinned host memory, or 0
 HEADER_WORDS = constexpr(16)
 
 
@@ -267,20 +268,39 @@ def _spin(flag, abort, expected, timeout_ns, _semantic=None):
     )
 
 
+@_builtin
+def _store_release(address, value, _semantic=None):
+    """Store a word at a 64-bit address, released at system scope."""
+    handles = [_semantic.to_tensor(x).handle for x in (address, value)]
+    text = "st.release.sys.b32 [$1], $2; mov.u32 $0, 0;"
+    _semantic.builder.create_inline_asm(text, "=r,l,r", handles, [int32.to_ir(_semantic.builder)], False, 1)
+
+
+@jit
+def _tell_host(block):
+    """Copy this rank's record to where its host looks: the claimed word last."""
+    address = load((block + REPORT).to(_gl.pointer_type(int64)))
+    if address != 0:
+        atomic_add(block + ABORT, 0, sem="acquire", scope="sys")
+        for word in static_range(4, -1, -1):
+            _store_release(address + 4 * word, atomic_add(block + RECORD + word, 0, sem="relaxed", scope="sys"))
+
+
 @jit
 def wait(flags, index, expected):
     """Wait until flag `index` of this rank has reached `expected`: an acquire at system scope by the whole partition.
 
     Returns whether it has. When `flags.timeout_us` pass first, the first waiter records (index, expected, seen, rank)
-    in every rank's block and raises every rank's abort word; from then on every wait returns at once. A TMA access to
-    memory that the flag covers needs `fence_proxy_async` after this.
+    in every rank's block and raises every rank's abort word; from then on every wait fails at once, also one whose flag
+    is there, and tells its host. A TMA access to memory that the flag covers needs `fence_proxy_async` after this.
     """
     flag = _word(flags, flags.rank, HEADER_WORDS + index)
     _spin(flag, _word(flags, flags.rank, ABORT), expected, flags.timeout_us.to(int64) * 1000)
     barrier()
-    # One thread's answer is told to all: control flow of a partition must not diverge.
+    # One thread's answers are told to all: control flow of a partition must not diverge.
+    aborted = atomic_add(_word(flags, flags.rank, ABORT), 0, sem="relaxed", scope="sys")
     seen = atomic_add(flag, 0, sem="acquire", scope="sys")
-    reached = seen - expected >= 0
+    reached = (seen - expected >= 0) & (aborted == 0)
     if not reached:
         for peer in range(flags.world):
             block = _word(flags, flags.rank * 0 + peer, 0)
@@ -290,6 +310,7 @@ def wait(flags, index, expected):
                 atomic_xchg(block + RECORD + 3, seen, sem="relaxed", scope="sys")
                 atomic_xchg(block + RECORD + 4, flags.rank, sem="relaxed", scope="sys")
             atomic_xchg(block + ABORT, 1, sem="release", scope="sys")
+        _tell_host(_word(flags, flags.rank, 0))
     return reached
 
 

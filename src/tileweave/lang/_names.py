@@ -20,4 +20,4 @@ WORDS = (
     "reduce", "all_reduce", "multimem_load_reduce", "multimem_store", "multimem_add", "fence_proxy_alias",
 )  # fmt: skip
 
-HOST = ("jit", "aggregate", "constexpr_function", "TensorDescriptor")
+HOST = ("jit", "aggregate", "constexpr_function", "TensorDescriptor", "REPORT")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one GPU and its link. TFLOP/s are 10^12 multiply or add operations a second, GB/s 10^9 bytes a second."""
+    """Rates of one GPU and its link. TFLOP/s: 10^12 operations a second; GB/s: 10^9 bytes a second."""
 
     name: str
     sms: int
@@ -17,6 +17,6 @@ class Hardware:
     shared_bytes: int  # shared memory a CTA can have
 
 
-# One H200: matmul at 4096^3 and device memory measured by us; link: TMA put of 16 KB tiles from 16 SMs between two H200s
-# over 18 NVLinks, measured by us; launch and flag latency are estimates.
+# One H200: matmul at 4096^3 and device memory measured by us; link: TMA put of 16 KB tiles from 16 SMs between two
+# H200s over 18 NVLinks, measured by us; launch and flag latency are estimates.
 H200 = Hardware("h200", 132, 725.0, 4300.0, 350.0, 5.0, 3.0, 227 * 1024)

@@ -1,7 +1,8 @@
 """Problem -> Plan: which mechanism, schedule and tile a call gets, what it should cost, and why."""
 
+import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 
 from tileweave.planner.hardware import H200, Hardware
 
@@ -48,6 +49,20 @@ class Plan:
         """The plan as plain values, for JSON."""
         return {**asdict(self), "tile": list(self.tile)}
 
+    def to_json(self) -> str:
+        """The plan as text, from which `from_json` makes it again."""
+        return json.dumps(self.to_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote. ValueError if `text` is no JSON object of a plan's fields."""
+        try:
+            values = json.loads(text)
+            return cls(**{**values, "tile": tuple(values["tile"])})
+        except (ValueError, TypeError, KeyError) as error:
+            names = ", ".join(field.name for field in fields(cls))
+            raise ValueError(f"plan: expected a JSON object with {names}, got {text!r}: {error}") from error
+
 
 @dataclass(frozen=True)
 class Tiling:
@@ -85,7 +100,7 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return f"plan.schedule={plan.schedule!r}: matmul_reduce_scatter has 'intra_sm'"
     if plan.comm_sms != 0:
         return f"plan.comm_sms={plan.comm_sms}: the intra_sm schedule has 0"
-    if len(plan.tile) != 3 or plan.tile[0] not in (128, 256) or plan.tile[1] not in (64, 128, 256) or plan.tile[2] != 64:
+    if plan.tile not in {(rows, columns, 64) for rows in (128, 256) for columns in (64, 128, 256)}:
         return f"plan.tile={plan.tile}: rows are 128 or 256, columns 64, 128 or 256, the K step 64"
     if plan.tile[0] * plan.tile[1] > 128 * 256:
         return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
@@ -101,7 +116,7 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
 
 
 def predict_us(problem: Problem, tiling: Tiling, hardware: Hardware) -> float:
-    """T = T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles."""
+    """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles."""
     bm, bn, _ = tiling.tile
     rows = problem.m // problem.world
     tiles = math.ceil(rows / bm) * math.ceil(problem.n / bn) * problem.world

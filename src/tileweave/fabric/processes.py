@@ -1,0 +1,293 @@
+"""Processes: one rank each, on GPUs that reach each other's memory, or several sharing one GPU.
+
+The first use of a group is collective: its ranks tell each other what they can do and try to map memory of all. If one
+cannot, all fall back to torch.distributed, with its reason.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from tileweave import lang
+from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, STATE_WORDS, Channel, FabricTimeout
+from tileweave.fabric.capability import cuda_refusal, sms_per_rank
+from tileweave.fabric.distributed import DistributedFabric
+from tileweave.fabric.variants import Variants, enqueue, load
+
+if TYPE_CHECKING:
+    from tileweave.fabric.peer_memory import PeerMemory
+
+log = logging.getLogger("tileweave")
+REPORT: int = lang.REPORT.value
+REPORT_WORDS = 8
+WATCH_SECONDS = 0.1
+
+
+def timeout_seconds() -> float:
+    """How long a kernel waits for a peer: TILEWEAVE_TIMEOUT seconds, 60 by default. ValueError if that is no time."""
+    text = os.environ.get("TILEWEAVE_TIMEOUT", "60")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 2000:
+        raise ValueError(f"TILEWEAVE_TIMEOUT: expected a number of seconds above 0 and up to 2000, got {text!r}")
+    return seconds
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank tells the others of itself: refusal, if it cannot take part; machine and GPU by identity; timeout."""
+
+    refusal: str | None
+    machine: str
+    gpu: str
+    timeout: float
+
+
+@dataclass
+class Memories:
+    """One op's channel and the peer memory under it."""
+
+    channel: Channel
+    flags: "PeerMemory"
+    adding: "PeerMemory"
+    staging: "PeerMemory"
+    report: torch.Tensor  # int32 [REPORT_WORDS], pinned: what this rank's kernels tell the host
+
+    def close(self) -> None:
+        """Unmap. Nothing uses the memory any more."""
+        for memory in (self.flags, self.adding, self.staging):
+            memory.close()
+
+
+class ProcessFabric(DistributedFabric):
+    """This process's side of a group of processes. Made by `of`, once per group and device."""
+
+    _made: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, ProcessFabric]]"] = (
+        weakref.WeakKeyDictionary()
+    )
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, device: torch.device) -> "ProcessFabric":
+        """The fabric of a group; collective the first time."""
+        fabrics = cls._made.setdefault(group, {})
+        if device not in fabrics:
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    "group: the first use of a group makes its ranks meet, which cannot be captured in a CUDA graph: "
+                    "call the op once before the capture (warm up)"
+                )
+            fabrics[device] = cls(group, device)
+        return fabrics[device]
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        self._group = weakref.ref(group)  # the fabric must not keep its group alive
+        super().__init__(group, device)
+        self._ops: dict[str, Memories] = {}
+        self._failed: FabricTimeout | None = None
+        self._last: torch.cuda.Stream | None = None
+        self._variants = Variants()
+        facts = self._gather(_facts(device))
+        self._why = self._disagreement(facts)
+        self.timeout = facts[0].timeout
+        if self._why is None:
+            sharing = sum(fact.gpu == facts[self.rank].gpu for fact in facts)
+            self.sms = sms_per_rank(sharing, device, None)
+            self._why = self._try_memory()
+        self.backend = "fallback" if self._why else "processes"
+        self._finalizer = weakref.finalize(group, _close, self._ops, device)
+        if self._why is None:
+            threading.Thread(target=_watch, args=(weakref.ref(self),), name="tileweave watchdog", daemon=True).start()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. RuntimeError if it has been destroyed."""
+        group = self._group()
+        if group is None:
+            raise RuntimeError("group: this process group has been destroyed")
+        return group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+
+    def refusal(self) -> str | None:
+        return self._why
+
+    def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
+        found = self._ops.get(op)
+        if found is not None:
+            channel = found.channel
+            if adding_bytes <= channel.adding.shape[1] // 2 and staging_bytes <= channel.staging.shape[1] // 2:
+                return channel
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"{op}: its workspace must grow, which cannot be captured in a CUDA graph: "
+                "call it once with this shape before the capture (warm up)"
+            )
+        return self._grow(op, adding_bytes, staging_bytes).channel
+
+    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+        """Enqueue the kernel on the current stream, after this fabric's earlier launches on other streams."""
+        self.check_grid(kernel, grid)
+        if self._failed is not None:
+            self._raise()
+        with torch.cuda.device(self.device):
+            stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
+            compiled = self._variants.get(kernel, grid, args, num_warps)
+            load(compiled, capturing)
+            if self._last is not None and self._last != stream and not capturing:
+                stream.wait_stream(self._last)
+            self._last = stream
+            enqueue(compiled, grid, args, stream.cuda_stream)
+
+    def check(self) -> None:
+        """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain since the last time."""
+        torch.cuda.synchronize(self.device)
+        self.look()
+        if self._failed is not None:
+            self._raise()
+
+    def look(self) -> None:
+        """Read what the kernels have told the host; touches no GPU."""
+        for op, memories in self._ops.items():
+            if self._failed is None and memories.report[0].item():
+                time.sleep(0.01)  # other CTAs may still be writing the same record
+                index, expected, seen, rank = memories.report[1:5].tolist()
+                self._failed = FabricTimeout(op, rank, index, expected, seen)
+                log.error("tileweave: %s", self._failed)
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """Bytes of peer memory by op: `own` is physical memory of this rank, `mapped` the range of addresses."""
+        return {
+            op: {
+                "own": sum(m.stride for m in (found.flags, found.adding, found.staging)),
+                "mapped": sum(m.stride * self.world_size for m in (found.flags, found.adding, found.staging)),
+            }
+            for op, found in self._ops.items()
+        }
+
+    def _raise(self) -> NoReturn:
+        """Raise the timeout, once. The memory is forgotten: the next call, on all ranks, makes it anew."""
+        failed, self._failed = self._failed, None
+        torch.cuda.synchronize(self.device)
+        _close(self._ops, self.device)
+        assert failed is not None
+        raise failed
+
+    def _grow(self, op: str, adding_bytes: int, staging_bytes: int) -> Memories:
+        """Make room. All ranks come with the same sizes, and meet before old memory goes and new memory is used."""
+        old = self._ops.get(op)
+        torch.cuda.synchronize(self.device)
+        wanted = (op, adding_bytes, staging_bytes, old is not None)
+        asked = self._gather(wanted)
+        if len(set(asked)) > 1:
+            each = "; ".join(f"rank {rank} for {want}" for rank, want in enumerate(asked))
+            raise RuntimeError(f"the ranks of a group must make the same calls in the same order, but asked {each}")
+        if old is None:
+            made = self._make(op, adding_bytes, staging_bytes)
+        else:
+            channel = old.channel
+            adding = self._larger(old.adding, adding_bytes)
+            staging = self._larger(old.staging, staging_bytes)
+            channel = replace(channel, adding=adding.tensor(torch.uint8), staging=staging.tensor(torch.uint8))
+            made = replace(old, channel=channel, adding=adding, staging=staging)
+        self._ops[op] = made
+        return made
+
+    def _larger(self, memory: "PeerMemory", slot_bytes: int) -> "PeerMemory":
+        """`memory`, or a larger one in its place."""
+        if 2 * slot_bytes <= memory.stride:
+            return memory
+        new = self._memory(2 * slot_bytes)
+        memory.close()  # all ranks have met in making the new one, with no work in flight
+        return new
+
+    def _make(self, op: str, adding_bytes: int, staging_bytes: int) -> Memories:
+        """An op's first memory."""
+        flags = self._memory(4 * BLOCK_WORDS)
+        adding, staging = self._memory(2 * adding_bytes), self._memory(2 * staging_bytes)
+        words = flags.tensor(torch.int32)
+        report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=True)
+        address = torch.tensor([report.data_ptr()], dtype=torch.int64).view(torch.int32)
+        words[self.rank, REPORT : REPORT + 2] = address.to(self.device)
+        torch.cuda.synchronize(self.device)
+        state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
+        channel = Channel(
+            op, words, state, adding.tensor(torch.uint8), staging.tensor(torch.uint8), int(self.timeout * 1e9)
+        )
+        self._gather(None)
+        return Memories(channel, flags, adding, staging, report)
+
+    def _memory(self, nbytes: int) -> "PeerMemory":
+        from tileweave.fabric.peer_memory import PeerMemory
+
+        return PeerMemory(nbytes, self.rank, self.world_size, self.device, self._gather, max(self.timeout, 10.0))
+
+    def _try_memory(self) -> str | None:
+        """Whether memory of all ranks can be mapped here; if not, why."""
+        try:
+            self._memory(1).close()
+        except RuntimeError as failure:
+            return f"peers' memory cannot be mapped ({failure})"
+        return None
+
+    def _gather(self, value: Any) -> list[Any]:
+        """All ranks' values, in rank order; all ranks meet."""
+        values = [None] * self.world_size
+        with torch.cuda.device(self.device):
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    @staticmethod
+    def _disagreement(facts: Sequence[Facts]) -> str | None:
+        """Why the ranks cannot work together; None if they can. The same on all ranks."""
+        for rank, fact in enumerate(facts):
+            if fact.refusal:
+                return f"rank {rank}: {fact.refusal}"
+        if len({fact.machine for fact in facts}) > 1:
+            return f"the ranks are on {len({fact.machine for fact in facts})} machines; peer memory needs one"
+        return None
+
+
+def _facts(device: torch.device) -> Facts:
+    refusal = cuda_refusal(device)
+    if refusal is None and not find_spec("cuda.bindings"):
+        refusal = "the package cuda-bindings is not installed"
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    machine = boot.read_text().strip() if boot.exists() else "unknown"
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
+    return Facts(refusal, machine, gpu, timeout_seconds())
+
+
+def _close(ops: dict[str, Memories], device: torch.device) -> None:
+    """Unmap all memory of a group, for instance when it has been destroyed."""
+    if ops:
+        torch.cuda.synchronize(device)
+    while ops:
+        ops.popitem()[1].close()
+
+
+def _watch(fabric: Callable[[], ProcessFabric | None]) -> None:
+    """Watchdog: a graph replay runs no host code, so somebody must notice. Ends with its fabric."""
+    while True:
+        time.sleep(WATCH_SECONDS)
+        here = fabric()
+        if here is None:
+            return
+        here.look()
+        del here
+
+
+assert HEADER_WORDS >= REPORT + 2, "the report's address lies in the header of a flag block"

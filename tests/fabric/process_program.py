@@ -1,0 +1,257 @@
+"""What the processes of tests/fabric/test_processes.py do: one function per situation, run by every rank.
+
+Each gets (rank, world) within an initialized gloo group, on a GPU of its own or shared. A failed assertion ends the
+process with a non-zero code, which fails the test.
+"""
+
+import logging
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+import tileweave as tw
+from tests.ops.problems import operands
+from tileweave.fabric import fabric_of
+from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+
+OP = "matmul_reduce_scatter"
+
+
+def one_call(group, members, m, n, k, seed, **kw):
+    """A call whose operands every rank can make; compares this rank's shard. Members: global ranks of the group."""
+    a, b, bias = operands(len(members), m, n, k, seed, bias=True, device="cuda")
+    mine = members.index(dist.get_rank())
+    out = tw.matmul_reduce_scatter(a[mine], b[mine], group, bias=bias, **kw)
+    assert_shard(out, a, b, bias, mine, kw)
+    return out
+
+
+def assert_shard(out, a, b, bias, mine, kw):
+    world = len(a)
+    truth = reference(a, b, kw.get("op", "sum"), bias).chunk(world)[mine]
+    error = relative_error(out, truth)
+    assert error <= 1.5 * tolerance(out.dtype, world, kw.get("deterministic", False)), error
+
+
+def right(rank, world):
+    """Both modes, changing shapes (the workspace grows), two calls in a row."""
+    everybody = list(range(world))
+    route = tw.explain(OP, torch.empty(world * 8, 8).bfloat16().cuda(), torch.empty(8, 8).bfloat16().cuda())
+    assert route.fused and route.backend == "processes", route
+    for i, (m, n, k, kw) in enumerate(
+        [
+            (8, 64, 64, {}),
+            (256, 520, 128, dict(deterministic=True)),
+            (1024, 776, 72, dict(op="avg")),
+            (256, 128, 64, {}),
+        ]
+    ):
+        for j in range(2):
+            one_call(None, everybody, world * m, n, k, 10 * i + j, **kw)
+    tw.check()
+    report = tw.memory_report()[OP]
+    assert report["mapped"] == world * report["own"] > 0
+    a, b, _ = operands(1, world, 0, 8, 0, device="cuda")
+    out = tw.matmul_reduce_scatter(a[0], b[0])
+    assert out.shape == (1, 0)
+
+
+def subgroups(rank, world):
+    """Overlapping groups made in another order than they are used, one of them without rank 0."""
+    tail, pair = dist.new_group([1, 2]), dist.new_group([0, 2])
+    for i in range(3):
+        if rank in (0, 2):
+            one_call(pair, [0, 2], 512, 264, 64, seed=i)
+        one_call(None, [0, 1, 2], 3 * 136, 264, 64, seed=10 + i)
+        if rank in (1, 2):
+            one_call(tail, [1, 2], 512, 264, 64, seed=20 + i)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    one_call(mesh, [0, 1, 2], 3 * 40, 72, 64, seed=30)
+    tw.check()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def no_leaks(rank, world):
+    """Destroying a group gives back descriptors, mappings and memory."""
+    one_call(None, list(range(world)), world * 128, 128, 64, seed=0)  # what is made once stays
+    torch.cuda.synchronize()
+    dist.barrier()
+    files, free = open_files(), torch.cuda.mem_get_info()[0]
+    for i in range(3):
+        group = dist.new_group(list(range(world)))
+        one_call(group, list(range(world)), world * 4096, 2048, 64, seed=i)
+        one_call(group, list(range(world)), world * 4096, 4096, 64, seed=i, deterministic=True)
+        assert tw.memory_report(group)[OP]["own"] > 64 << 20
+        dist.barrier()
+        dist.destroy_process_group(group)
+        del group
+        torch.cuda.empty_cache()
+    dist.barrier()
+    assert open_files() <= files + 2, (files, open_files())
+    lost = free - torch.cuda.mem_get_info()[0]
+    assert lost < 32 << 20, lost
+
+
+def expect_timeout(call, waiting, culprit):
+    """The call, or the check after it, raises FabricTimeout within seconds, naming the flag of the culprit."""
+    start = time.monotonic()
+    try:
+        call()
+        tw.check()
+    except tw.FabricTimeout as timeout:
+        assert timeout.op == OP and timeout.index == culprit, timeout
+        assert (timeout.expected - timeout.seen) % 2**32 == 1, timeout
+        assert time.monotonic() - start < 10
+        assert torch.ones(4, device="cuda").sum().item() == 4  # the context survives
+        return
+    raise AssertionError(f"no FabricTimeout on rank {dist.get_rank()}")
+
+
+def killed(rank, world):
+    """A rank dies between two calls; every survivor is told which."""
+    everybody = list(range(world))
+    one_call(None, everybody, world * 128, 128, 64, seed=0)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    a, b, _ = operands(world, world * 128, 128, 64, 1, device="cuda")
+    kept = []
+    expect_timeout(lambda: kept.append(tw.matmul_reduce_scatter(a[rank], b[rank])), rank, culprit=1)
+    assert kept[0].isnan().all()
+    os._exit(0)  # the group cannot be destroyed in order: a member is gone
+
+
+def stopped(rank, world):
+    """A rank is stopped for longer than the limit."""
+    everybody = list(range(world))
+    one_call(None, everybody, world * 128, 128, 64, seed=0)
+    torch.cuda.synchronize()
+    dist.barrier()
+    a, b, _ = operands(world, world * 128, 128, 64, 1, device="cuda")
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # the test wakes it up
+    else:
+        expect_timeout(lambda: tw.matmul_reduce_scatter(a[rank], b[rank]), rank, culprit=1)
+    os._exit(0)
+
+
+def skipped(rank, world):
+    """A rank skips a call: the others are told; then all go on together with new memory."""
+    everybody = list(range(world))
+    a, b, _ = operands(world, world * 128, 128, 64, 1, device="cuda")
+    one_call(None, everybody, world * 128, 128, 64, seed=0)
+    if rank != 1:
+        expect_timeout(lambda: tw.matmul_reduce_scatter(a[rank], b[rank]), rank, culprit=1)
+    dist.barrier()
+    if rank == 1:  # its own next call finds the group aborted
+        try:
+            tw.matmul_reduce_scatter(a[rank], b[rank])
+            tw.check()
+        except tw.FabricTimeout as timeout:
+            assert timeout.index == 1
+        else:
+            raise AssertionError("rank 1 was not told")
+    dist.barrier()
+    for i in range(3):
+        one_call(None, everybody, world * 128, 128, 64, seed=i)
+    tw.check()
+
+
+def watched(rank, world):
+    """The watchdog notices a timeout in a graph replay, which runs no host code."""
+    everybody = list(range(world))
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("tileweave").addHandler(handler)
+    one_call(None, everybody, world * 128, 128, 64, seed=0)
+    a, b, _ = operands(world, world * 128, 128, 64, 1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.matmul_reduce_scatter(a[rank], b[rank])
+    dist.barrier()
+    if rank != 1:
+        graph.replay()
+        torch.cuda.synchronize()
+        time.sleep(0.5)
+        assert any("waited in vain" in record.getMessage() for record in records), records
+        assert out.isnan().all()
+    os._exit(0)
+
+
+def graphs(rank, world):
+    """200 replays with new data, mixed with eager calls; first use inside a capture is refused."""
+    a, b, _ = operands(world, world * 264, 264, 128, 0, device="cuda")
+    mine_a, mine_b = a[rank].clone(), b[rank].clone()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            tw.matmul_reduce_scatter(mine_a, mine_b)
+    except RuntimeError as error:
+        assert "warm up" in str(error), error
+    else:
+        raise AssertionError("first use inside a capture was not refused")
+    torch.cuda.synchronize()
+    tw.matmul_reduce_scatter(mine_a, mine_b)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = tw.matmul_reduce_scatter(mine_a, mine_b)
+    for i in range(200):
+        check = i % 20 == 0
+        if check:
+            a, b, _ = operands(world, world * 264, 264, 128, i + 1, device="cuda")
+            mine_a.copy_(a[rank])
+            mine_b.copy_(b[rank])
+        graph.replay()
+        if check:
+            assert_shard(out, a, b, None, rank, {})
+        if i % 50 == 7:
+            one_call(None, list(range(world)), world * 264, 264, 128, seed=1000 + i)
+    tw.check()
+
+
+def wrapping(rank, world):
+    """Epochs and flags that pass 2^31 and 2^32."""
+    everybody = list(range(world))
+    one_call(None, everybody, world * 128, 128, 64, seed=0)
+    channel = fabric_of(None, "cuda").channel(OP, 0, 0)
+    for start in (2**31 - 4, -3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        channel.state[0] = start
+        channel.flags[rank, 16 : 16 + world] = start
+        torch.cuda.synchronize()
+        dist.barrier()
+        for i in range(8):
+            one_call(None, everybody, world * 128, 128, 64, seed=i)
+        tw.check()
+        assert channel.state[0].item() == (start + 8 + 2**31) % 2**32 - 2**31
+
+
+def disagreeing(rank, world):
+    """Ranks that ask for different sizes when the workspace must grow are told so."""
+    m = world * (128 if rank else 256)
+    a, b, _ = operands(world, m, 128, 64, 0, device="cuda")
+    try:
+        tw.matmul_reduce_scatter(a[rank], b[rank])
+    except RuntimeError as error:
+        assert "same calls in the same order" in str(error), error
+    else:
+        raise AssertionError("the disagreement went unnoticed")
+
+
+def member(rank, situation, world, init, timeout):
+    """Entry of a process."""
+    os.environ["TILEWEAVE_TIMEOUT"] = str(timeout)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
+    globals()[situation](rank, world)
+    dist.barrier()
+    dist.destroy_process_group()
