@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import tileweave as tw
-from tileweave import FabricTimeout, Plan
 from tests.ops.problems import assert_right, operands, run_calls
+from tileweave import FabricTimeout, Plan
 
 pytestmark = pytest.mark.gpu
 MODES = [False, True]
@@ -15,7 +15,17 @@ MODES = [False, True]
 
 @pytest.mark.parametrize("deterministic", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("world, m, n, k", [(1, 1000, 776, 520), (2, 2048, 1024, 512), (3, 3 * 104, 328, 200), (4, 4 * 520, 1032, 72), (5, 5 * 8, 72, 264), (8, 8 * 264, 520, 128)])  # fmt: skip
+@pytest.mark.parametrize(
+    "world, m, n, k",
+    [
+        (1, 1000, 776, 520),
+        (2, 2048, 1024, 512),
+        (3, 3 * 104, 328, 200),
+        (4, 4 * 520, 1032, 72),
+        (5, 5 * 8, 72, 264),
+        (8, 8 * 264, 520, 128),
+    ],
+)
 def test_world_sizes_ragged_shapes_two_calls(world, m, n, k, dtype, deterministic):
     calls = []
     for i in range(2):
@@ -54,7 +64,7 @@ def test_fifty_calls_with_changing_shapes_plans_and_modes():
         (512, 128, 8, dict(op="avg", plan=Plan(tile=(256, 128, 64), stages=3))),
     ]
     calls = [
-        operands(world, m, n, k, seed=10 * i + j, device="cuda")[:2] + (kw,)
+        (*operands(world, m, n, k, seed=10 * i + j, device="cuda")[:2], kw)
         for i in range(10)
         for j, (m, n, k, kw) in enumerate(shapes)
     ]
@@ -86,7 +96,7 @@ def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
 
         # Rank 1 has fallen a call behind for good: its epoch says so, and its peers wait for one that never comes.
         w.workspace.ops["matmul_reduce_scatter"].state[1, 0] -= 1
-        with pytest.raises(FabricTimeout, match="matmul_reduce_scatter: rank [02] waited") as caught:
+        with pytest.raises(FabricTimeout, match=r"matmul_reduce_scatter: rank [02] waited") as caught:
             w.run(rank_program)
         assert caught.value.index == 1 and caught.value.expected - caught.value.seen == 1
         assert kept[0].isnan().any() and kept[2].isnan().any()

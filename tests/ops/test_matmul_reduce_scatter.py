@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import tileweave as tw
-from tileweave import Plan
 from tests.ops.problems import assert_right, operands, run_calls
+from tileweave import Plan
 
 SMALL = Plan(tile=(128, 64, 64), stages=2)
 MODES = [False, True]
@@ -31,7 +31,7 @@ def test_every_world_size_and_ragged_shapes_under_several_schedules(world, m, n,
 @pytest.mark.parametrize("deterministic", MODES)
 def test_a_problem_on_which_every_ring_wraps(deterministic):
     """Two tiles a CTA and eight K steps each through three stages, twice."""
-    calls = [operands(4, 512, 512, 512, seed=i)[:2] + ({},) for i in range(2)]
+    calls = [(*operands(4, 512, 512, 512, seed=i)[:2], {}) for i in range(2)]
     for seed in range(4):
         with tw.virtual_world(4, device="cpu", seed=seed, sms=4) as w:
             results = run_calls(w, calls, deterministic=deterministic, plan=Plan(tile=(128, 256, 64), stages=3))
@@ -50,7 +50,7 @@ def test_five_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_lat
         (3 * 72, 128, 8, dict(op="avg")),
     ]
     for seed in range(2):
-        calls = [operands(world, m, n, k, seed=seed * 10 + i)[:2] + (kw,) for i, (m, n, k, kw) in enumerate(shapes)]
+        calls = [(*operands(world, m, n, k, seed=seed * 10 + i)[:2], kw) for i, (m, n, k, kw) in enumerate(shapes)]
         with tw.virtual_world(world, device="cpu", seed=seed, sms=2, late_ranks=(late,)) as w:
             # once for the workspace to grow (growing makes the ranks meet), once more so that they may drift apart
             for _ in range(2):
@@ -171,7 +171,9 @@ WRONG = [
     (dict(plan=Plan(schedule="inter_sm")), ValueError, "'intra_sm'"),
     (dict(plan=Plan(tile=(100, 256, 64))), ValueError, "128 or 256"),
     (dict(plan=Plan(stages=8)), ValueError, "shared memory"),
-    (dict(a=torch.zeros(4, 8).bfloat16().requires_grad_()), NotImplementedError, "backward"),
+    (dict(out_dtype="float32"), TypeError, r"out_dtype must be a torch\.dtype or None, got str"),
+    (dict(max_sms=0), ValueError, "max_sms must be at least 1, or None for all, got 0"),
+    (dict(max_sms=2.0), TypeError, "max_sms must be an int or None, got float"),
 ]
 
 

@@ -14,7 +14,7 @@ import tileweave as tw
 from tests.ops.problems import assert_right, operands, run_calls
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
-from tileweave.ops.matmul_reduce_scatter import op as op_module
+from tileweave.ops.matmul_reduce_scatter import launch
 
 SOURCES = Path(op_module.__file__).parents[2]
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
@@ -92,7 +92,7 @@ def mutated(monkeypatch, tmp_path):
             spec.loader.exec_module(sys.modules[name])
             modules[path.removesuffix(".py").replace("/", ".")] = name
         kernel = sys.modules[modules["ops.matmul_reduce_scatter.kernel"]].matmul_reduce_scatter_kernel
-        monkeypatch.setattr(op_module, "matmul_reduce_scatter_kernel", kernel)
+        monkeypatch.setattr(launch, "matmul_reduce_scatter_kernel", kernel)
 
     return apply
 
@@ -103,7 +103,7 @@ def outcome(seed):
     Odd seeds take the deterministic mode.
     """
     deterministic = bool(seed % 2)
-    calls = [operands(3, 3 * 136, 192, 256, seed=i)[:2] + ({},) for i in range(4)]
+    calls = [(*operands(3, 3 * 136, 192, 256, seed=i)[:2], {}) for i in range(4)]
     try:
         with tw.virtual_world(3, device="cpu", seed=seed, sms=2) as world:
             results = run_calls(world, calls, deterministic=deterministic, plan=Plan(tile=(128, 64, 64), stages=2))
