@@ -1,0 +1,130 @@
+"""matmul_reduce_scatter: its contract, and the path of a call, which is decided before anything is launched."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tileweave.fabric import Fabric
+from tileweave.ops.route import Route
+from tileweave.planner import Plan, Problem, plan_for, unsupported
+
+NAME = "matmul_reduce_scatter"
+DTYPES = (torch.bfloat16, torch.float16)
+REDUCTIONS = ("sum", "avg")
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that keeps the contract. m, n: the full product; k: this rank's inner size; rows: m / world.
+
+    deterministic: the parts of the sources are kept apart. Two ranks always do that: a sum of one part needs no adding,
+    and a place that is overwritten needs no zeroing.
+    max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has.
+    """
+
+    op: str
+    deterministic: bool
+    out_dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    rows: int
+    max_sms: int
+
+
+def check_kinds(a, b, op, bias, out_dtype, plan, max_sms) -> None:
+    """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
+    for name, x in (("a", a), ("b", b), ("bias", bias)):
+        if not isinstance(x, torch.Tensor) and not (x is None and name == "bias"):
+            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
+    if op not in REDUCTIONS:
+        raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
+    if not isinstance(out_dtype, torch.dtype | None):
+        raise TypeError(f"{NAME}: out_dtype must be a torch.dtype or None, got {type(out_dtype).__name__}")
+    if not isinstance(plan, Plan | None):
+        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+    if not isinstance(max_sms, int | None) or isinstance(max_sms, bool):
+        raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
+    if max_sms is not None and max_sms < 1:
+        raise ValueError(f"{NAME}: max_sms must be at least 1, or None for all, got {max_sms}")
+
+
+def operand_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which `x` reaches the operator: autocast, where it is on, casts it as it does for torch.matmul."""
+    device = x.device.type
+    castable = x.is_floating_point() and x.dtype != torch.float64
+    if castable and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def check(world: int, a, b, op, bias, deterministic, out_dtype, max_sms) -> Call:
+    """Hold the operator's arguments to the contract, in a group of `world` ranks; ValueError if they break it."""
+    if a.dim() != 2 or b.dim() != 2:
+        raise ValueError(
+            f"{NAME}: a and b must be matrices [M, K] and [K, N], got shapes {list(a.shape)} and {list(b.shape)}"
+        )
+    (m, k), (k_b, n) = a.shape, b.shape
+    dtype = operand_dtype(a)
+    if k != k_b:
+        raise ValueError(f"{NAME}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
+    if dtype not in DTYPES or operand_dtype(b) != dtype:
+        raise ValueError(f"{NAME}: a and b must both be bfloat16 or both float16, got {dtype} and {operand_dtype(b)}")
+    if b.device != a.device:
+        raise ValueError(f"{NAME}: a is on {a.device} and b on {b.device}: they must be on one device")
+    if m % world:
+        near = f"{m - m % world} or {m - m % world + world}"
+        raise ValueError(f"{NAME}: a has {m} rows, not divisible by the world size {world}; {near} would be")
+    if op not in REDUCTIONS:
+        raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
+    if bias is not None and (
+        bias.dim() != 1 or bias.shape[0] != n or operand_dtype(bias) != dtype or bias.device != a.device
+    ):
+        raise ValueError(
+            f"{NAME}: bias must be [{n}] of {dtype} on {a.device}, "
+            f"got {list(bias.shape)} of {operand_dtype(bias)} on {bias.device}"
+        )
+    if out_dtype not in (None, dtype, torch.float32):
+        raise ValueError(f"{NAME}: out_dtype must be {dtype} or torch.float32, got {out_dtype}")
+    if max_sms < 0:
+        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
+    return Call(op, deterministic or world == 2, out_dtype or dtype, m, n, k, m // world, max_sms)
+
+
+def choose(fabric: Fabric, call: Call, device: torch.device, plan: Plan | None) -> Route:
+    """The path of a call. Decided from what all ranks share, never from one rank's strides, so that they agree."""
+    refusal = fabric.refusal() or unaddressable(call)
+    if refusal is None and device.type != fabric.device.type:
+        refusal = f"a is on {device}, the ranks of this world are on {fabric.device}"
+    problem = Problem(
+        call.m,
+        call.n,
+        call.k,
+        fabric.world_size,
+        call.out_dtype.itemsize,
+        usable_sms(fabric, call),
+        call.deterministic,
+        linked=fabric.backend == "processes",
+    )
+    if plan is not None and (why := unsupported(problem, plan)):
+        raise ValueError(f"{NAME}: {why}")
+    if refusal:
+        return Route(NAME, "fallback", False, f"{refusal}: torch.matmul, then the group's reduce-scatter")
+    if call.rows == 0 or call.n == 0:
+        return Route(NAME, fabric.backend, False, "the result is empty: nothing to launch")
+    plan = plan or plan_for(problem)
+    return Route(NAME, fabric.backend, True, plan.reason, plan)
+
+
+def usable_sms(fabric: Fabric, call: Call) -> int:
+    """SMs that the kernel may use on this rank, at least 1 also where there are no kernels."""
+    sms = max(fabric.sms, 1)
+    return min(sms, call.max_sms) if call.max_sms else sms
+
+
+def unaddressable(call: Call) -> str | None:
+    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
+    for name, size in (("N", call.n), ("K", call.k)):
+        if size % 8:
+            return f"{name} = {size} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    return None
