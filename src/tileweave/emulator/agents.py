@@ -77,8 +77,8 @@ class Partition(greenlet):
         world = cta.world
         super().__init__(self._main, world.hub)
         self.cta, self.world, self.rank, self.name, self.fn, self.args = cta, world, cta.rank, name, fn, args
+        self.count = 0  # the event that the first thread is at
         self.clock, self.lane, self.crowd = clock, cta.new_lane(), Crowd(self)
-        self.count = 0
         clock.reserve(self.crowd.lane + 1)
         self.lanes: list[int] = []  # lanes of the asynchronous operations that it issues
         self.stores: list = []  # bulk stores that no full wait has covered
@@ -93,11 +93,6 @@ class Partition(greenlet):
         self.slow = world.is_slow(("rank", cta.rank), ("cta", cta.rank, cta.id), ("part", name))
         self.tick()
         world.enqueue(self)
-
-    @property
-    def title(self) -> str:
-        """Rank, CTA and partition, in words."""
-        return self.cta.title if self.cta.id is None else f"{self.cta.title} partition {self.name}"
 
     def tick(self) -> None:
         """What the first thread does from here on is a new event."""

@@ -1,8 +1,10 @@
-"""Race reports: which ordering is missing, in the words of the library."""
+"""Reports: which ordering a race lacks, in the words of the library, and what a deadlock's agents wait for."""
 
 from __future__ import annotations
 
 from tileweave.emulator.clocks import GENERIC
+
+_SHOWN = 3  # partitions of a deadlock that are named for one line of a kernel
 
 
 def missing_order(space: str, x, access, who, why: str) -> str:
@@ -21,26 +23,49 @@ def missing_order(space: str, x, access, who, why: str) -> str:
 
 
 def _unordered(space: str, x, access, who) -> str:
-    seen = who.clock.knows(GENERIC, who.cta, x.cta, x.lane)
-    if x.is_async and x.place.what.startswith("TMA") and x.kind in ("write", "add"):
-        if seen == x.count - 1:
+    clock, cta, part = who.clock, who.cta, x.part
+    # Whether what the first thread of x's partition did after x is known to happen before: then some release reached
+    # the second access, and x itself was not in it.
+    told = clock.knows(GENERIC, cta, x.cta, part.lane) >= x.place.event + x.is_async
+    what = x.place.what
+    if x.is_async and what in ("TMA store", "TMA reduce-add") and x.kind != "read":
+        if told or clock.knows(GENERIC, cta, x.cta, x.lane) == x.count - 1:
             return (
-                "store_wait for the bulk store, in the partition that issued it, then barrier() and the release: only "
-                "the reading of its buffer (store_read_wait) is known, not that its writes are performed"
+                f"store_wait for the {what}, then barrier(), both by the partition that issued it and before its "
+                "release: that its writes are performed is not part of what was released"
             )
-        if x.part.elected:
-            return "barrier() between store_wait, which only the elected thread knows of, and the release"
-    if x.is_async and x.place.what == "wgmma":
-        return "warpgroup_mma_wait for the wgmma that reads it, then an arrival that the writer waits for"
-    if not x.is_async and x.lane != x.part.lane and who.clock.knows(GENERIC, who.cta, x.cta, x.part.lane) > 0:
+    elif x.is_async and what.startswith("TMA"):
+        how = "mbarrier_wait for the bytes of" if what == "TMA load" else "store_read_wait for"
+        return f"{how} the {what}, by the partition of the second access or by one that then tells it"
+    elif x.is_async:
+        return "warpgroup_mma_wait for the wgmma that reads it, then an arrival for which the writer waits"
+    elif told:
         return "barrier() of the partition between the access by all of its threads and the release by its first one"
-    if x.cta.rank != access.part.cta.rank:
-        return (
-            f"a release at scope sys by rank {x.cta.rank} after its access (signal), acquired at scope sys by rank "
-            f"{access.part.cta.rank} before its own (wait)"
-        )
-    if x.cta is not access.part.cta:
-        return "a release at scope gpu or sys after the first access, acquired before the second"
-    if space == "shared" and x.is_async:
-        return f"a wait for the {x.place.what} (mbarrier_wait, store_read_wait or warpgroup_mma_wait) before the second"
-    return "a barrier between the two: barrier(), or an mbarrier arrival after the first and a wait before the second"
+    chain = _chain(x.cta, access.part.cta)
+    return f"{chain} (or, if the second is meant to come first, the same the other way round)"
+
+
+def _chain(first, second) -> str:
+    if first is second:
+        return "barrier(), or an mbarrier arrival after the first and a wait before the second"
+    if first.rank == second.rank:
+        return f"a release at scope gpu or sys by {first.title} after its access, acquired by {second.title} before its"
+    return (
+        f"a release at scope sys by rank {first.rank} after its access (signal), acquired at scope sys by rank "
+        f"{second.rank} before its own (wait)"
+    )
+
+
+def deadlock(parts) -> str:
+    """The text for a state in which nothing can run: every wait, those at one line of a kernel together."""
+    lines: dict[tuple, list[str]] = {}
+    for part in sorted(parts, key=lambda part: (part.cta.id is None, part.rank, part.cta.id or 0, part.name)):
+        place, describe, args = part.waiting
+        text = f"    {place} -- for {describe(*args)}"
+        lines.setdefault((place.code, place.instruction, part.cta.id is None), []).append(text)
+    shown = []
+    for texts in lines.values():
+        shown += texts[:_SHOWN]
+        if len(texts) > _SHOWN:
+            shown.append(f"    ... and {len(texts) - _SHOWN} more like these")
+    return "deadlock: nothing can run\n" + "\n".join(shown)

@@ -48,8 +48,9 @@ def signal(flags, rank, index, value):
     memory.access(
         "atomic", strided(element, (), (), _WORD_BYTES), me, Place(me, f"signal of flag {index} to rank {rank}")
     )
+    old = flags.ptr.flat[element].item()
     flags.ptr.flat[element] = wrapped(value)
-    memory.release(element * _WORD_BYTES, me, "sys")
+    memory.signal(element * _WORD_BYTES, old, wrapped(value), me)
     memory.changed(element * _WORD_BYTES)
 
 
@@ -78,7 +79,7 @@ def wait(flags, index, expected):
         seen = flat[element].item()
     place = Place(me, f"wait for flag {index} to reach {expected}")
     memory.access("atomic", strided(element, (), (), _WORD_BYTES), me, place)
-    memory.acquire(byte, me, "sys", everybody=True)
+    memory.acquire_signal(byte, me, lambda value: wrapped(value - expected) >= 0)
     me.sync()
     return True
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -12,11 +13,12 @@ from tileweave.emulator.places import Place
 from tileweave.emulator.regions import Region
 
 if TYPE_CHECKING:
-    from tileweave.emulator.agents import CTA
+    from tileweave.emulator.agents import CTA, Partition
     from tileweave.emulator.world import World
 
 STRONG = ("add", "atomic")  # kinds of access that do not race among themselves
 _BUCKETS = 512  # parts of a storage by which overlapping regions are looked for
+_SIGNALS = 64  # values of a flag that are remembered
 _KEPT = 4096  # groups kept for the next launch, which is likely to touch the same regions
 _PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
 
@@ -59,14 +61,18 @@ class Group:
         self.near: list[tuple[Group, bool]] | None = None
 
 
-class Released:
-    """What releases at one location, of one rank and scope, have published."""
+class Released(NamedTuple):
+    """What releases at one location, of one rank and scope, have published.
 
-    __slots__ = ("alias", "generic", "inside")
+    `inside` is for acquires in the same CTA, for which proxy fences count too.
+    """
 
-    def __init__(self, generic: Past, alias: Past):
-        self.generic, self.alias = generic, alias
-        self.inside: dict[CTA, Clock] = {}  # for acquires in the same CTA, whose proxy fences count too
+    generic: Past
+    alias: Past
+    inside: dict[CTA, Clock]
+
+
+Releases = dict[tuple, Released]  # by scope, and rank (or CTA for scope cta)
 
 
 class Memory:
@@ -82,7 +88,8 @@ class Memory:
         self._buckets: dict[int, list[Group]] = {}
         self._bucket_bytes = max(tensor.untyped_storage().nbytes() // _BUCKETS, 64)
         self.written = False
-        self.released: dict[int, dict[tuple, Released]] = {}  # by first byte of the location
+        self.released: dict[int, Releases] = {}  # by first byte of the location
+        self.signals: dict[int, list[tuple[int, Releases]]] = {}  # values that signals stored there, and what each told
         self.versions: dict[int, int] = {}  # of locations that somebody has looked at more than once: changes so far
         self.watchers: dict[int, list] = {}  # partitions that wait for the location at a byte to change
         self.aborts: dict[int, set[int]] = {}  # locations whose watchers a change of this one wakes as well
@@ -99,6 +106,7 @@ class Memory:
             group.writes.clear()
             group.strong.clear()
         self.released.clear()
+        self.signals.clear()
         self.written = False
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
@@ -172,6 +180,7 @@ class Memory:
             if replaces and self.released:  # a plain store ends what was released through these bytes
                 for byte in [b for b in self.released if region.contains(b)]:
                     del self.released[byte]
+                    self.signals.pop(byte, None)
             if self.versions and kind != "atomic":
                 for byte in [b for b in self.versions if region.contains(b)]:
                     self.changed(byte)
@@ -246,51 +255,68 @@ class Memory:
             self.aborts.setdefault(abort, set()).add(byte)
         return self.watchers.setdefault(byte, [])
 
-    def release(self, byte: int, part, scope: str) -> None:
-        """Publish at a location what the first thread of a partition knows."""
+    def release(self, byte: int, part: Partition, scope: str) -> Releases:
+        """Publish at a location what the first thread of a partition knows; returns all that is published there."""
         cta = part.cta
         entries = self.released.setdefault(byte, {})
         key = (scope, cta if scope == "cta" else cta.rank)
         generic = part.clock.published(cta, part.serial, part.count)
         # Until somebody uses multicast, alias fences are taken to be everywhere.
         alias = part.clock.published(cta, part.serial, part.count, ALIAS) if self.world.multicast else generic
-        entry = entries.get(key)
-        if entry is None:
-            entry = entries[key] = Released(generic, alias)
-        else:
-            same = entry.alias is entry.generic and alias is generic
-            entry.generic = merged(entry.generic, generic)
-            entry.alias = entry.generic if same else merged(entry.alias, alias)
-        for old in [old for old in entry.inside if old.ended]:
-            del entry.inside[old]
-        inside = entry.inside.get(cta)
-        if inside is None:
-            entry.inside[cta] = part.clock.copy()
-        else:
-            inside.join(part.clock)
+        clock = part.clock.copy()
+        inside = {cta: clock}
+        old = entries.get(key)
+        if old is not None:
+            same = old.alias is old.generic and alias is generic
+            generic = merged(old.generic, generic)
+            alias = generic if same else merged(old.alias, alias)
+            inside = {other: told for other, told in old.inside.items() if not other.ended}
+            if cta in inside:
+                clock.join(inside[cta])
+            inside[cta] = clock
+        entries[key] = Released(generic, alias, inside)
         part.tick()
+        return entries
 
-    def acquire(self, byte: int, part, scope: str, everybody: bool) -> None:
+    def signal(self, byte: int, old: int, value: int, part: Partition) -> None:
+        """A release at system scope by storing `value`, which a wait tells from other values stored there."""
+        log = self.signals.setdefault(byte, [(old, dict(self.released.get(byte, ())))])
+        log.append((value, dict(self.release(byte, part, "sys"))))
+        if len(log) > _SIGNALS:
+            del log[0]
+
+    def acquire(self, byte: int, part: Partition, scope: str, everybody: bool) -> None:
         """Learn what was released at a location within mutual scopes; without `everybody`, the first thread only."""
         entries = self.released.get(byte)
-        if not entries:
+        if entries:
+            self._take(entries, part, scope, everybody)
+
+    def acquire_signal(self, byte: int, part: Partition, reached: Callable[[int], bool]) -> None:
+        """Learn, all threads, what the first signal told whose value is one that `reached` accepts.
+
+        Later ones may have been stored already, but a program must not rely on reading them.
+        """
+        log = self.signals.get(byte)
+        if log is None:
+            self.acquire(byte, part, "sys", True)
             return
+        entries = next((told for value, told in log if reached(value)), None)
+        if entries:
+            self._take(entries, part, "sys", True)
+
+    def _take(self, entries: Releases, part: Partition, scope: str, everybody: bool) -> None:
         if not everybody:
             part.part_ways()
         clocks = [part.clock]
         if everybody and part.crowd.apart is not None:
             clocks.append(part.crowd.apart)
         cta = part.cta
-        for (released_scope, where), entry in entries.items():
-            if released_scope == "cta":
-                met = where is cta
-            else:
-                met = where == cta.rank or scope == released_scope == "sys"
-                met = met and (scope != "cta" or cta in entry.inside)
-            if met:
-                inside = entry.inside.get(cta)
+        for (released_scope, where), (generic, alias, inside) in entries.items():
+            if cta in inside:
                 for clock in clocks:
-                    if inside is not None:
-                        clock.join(inside)
-                    if scope != "cta":
-                        clock.acquire(cta, entry.generic, entry.alias)
+                    clock.join(inside[cta])
+            if released_scope == "cta" or scope == "cta":
+                continue
+            if where == cta.rank or scope == released_scope == "sys":
+                for clock in clocks:
+                    clock.acquire(cta, generic, alias)

@@ -98,7 +98,7 @@ def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
     poll = memory, byte, place.code, place.instruction
     if me.polled == (*poll, memory.version(byte)):  # polling again what has not changed: sleep until it has
         while me.polled == (*poll, memory.version(byte)):
-            me.block(memory.watch(byte), _describe_poll, memory, byte, flat, offset)
+            me.block(memory.watch(byte), _describe_poll, memory, flat, offset)
     else:
         me.pause()
     old = flat[offset].item()
@@ -109,6 +109,7 @@ def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
     else:
         flat[offset] = wrapped(new) if flat.dtype is torch.int32 else new
         memory.changed(byte)
+        memory.signals.pop(byte, None)
         me.polled = None
     if "acq" in sem:
         memory.acquire(byte, me, scope, everybody=False)
@@ -119,8 +120,8 @@ def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
     return scalar(old, flat.dtype)
 
 
-def _describe_poll(memory, byte, flat, offset) -> str:
-    return f"{memory.name}, byte {byte}, to change from {flat[offset].item()}"
+def _describe_poll(memory, flat, offset) -> str:
+    return f"element {offset} of {memory.name} to change from {flat[offset].item()}"
 
 
 def _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used):
@@ -145,6 +146,7 @@ def _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used):
             memory.acquire(byte, me, scope, everybody=True)
         if sem in ("release", "acq_rel"):
             memory.release(byte, me, scope)
+        memory.signals.pop(byte, None)
         memory.changed(byte)
     old[keep] = torch.tensor(found, dtype=flat.dtype)
     if used:

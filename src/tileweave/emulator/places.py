@@ -11,12 +11,13 @@ KERNEL_FILES: set[str] = set()  # files of which functions have been rebuilt; th
 
 
 class Place:
-    """An agent, what it does there, and the instruction of the kernel (and of the device function's caller)."""
+    """An agent at one of its events, what it does there, and the instruction (and that of the function's caller)."""
 
-    __slots__ = ("caller", "code", "instruction", "part", "what")
+    __slots__ = ("caller", "code", "event", "instruction", "name", "part", "what")
 
     def __init__(self, part, what: str, code: CodeType | None = None, instruction: int = 0):
         self.part, self.what, self.code, self.instruction = part, what, code, instruction
+        self.name, self.event = part.name, part.count
         self.caller: tuple[CodeType, int] | None = None
         if code is None:
             self._find()
@@ -40,10 +41,14 @@ class Place:
     @property
     def source(self) -> str:
         """The text of the line."""
-        return linecache.getline(self.code.co_filename, self.line).strip() if self.code else ""
+        if not self.code:
+            return ""
+        linecache.checkcache(self.code.co_filename)
+        return linecache.getline(self.code.co_filename, self.line).strip()
 
     def __str__(self):
-        text = f"{self.what} by {self.part.title}"
+        cta = self.part.cta
+        text = f"{self.what} by {cta.title}" + ("" if cta.id is None else f" partition {self.name}")
         if self.code:
             text += f", {describe(self.code, self.instruction)}: {self.source}"
         if self.caller:

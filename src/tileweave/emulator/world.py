@@ -18,6 +18,7 @@ from tileweave.emulator.agents import CTA, HOST_LAUNCH, Partition
 from tileweave.emulator.async_words import release_shared_memory
 from tileweave.emulator.clocks import Clock, Past, merged
 from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
+from tileweave.emulator.explain import deadlock
 from tileweave.emulator.hosts import Host
 from tileweave.emulator.memory import Memory
 from tileweave.emulator.rebuild import rebuilt, translate
@@ -198,7 +199,7 @@ class World:
         running: list[Partition] = []
         for id, (z, y, x) in enumerate(np.ndindex(grid[2], grid[1], grid[0])):
             if self.sms and len(running) >= self.sms:  # co-residency is limited
-                self._finish(host, running.pop(0))
+                self._finish(host, running.pop(0), f" so that CTA {id} can start (sms={self.sms})")
             cta = CTA(self, rank, id, number, past, (x, y, z), grid, num_warps)
             self._running.append(cta)
             running.append(Partition(cta, "main", Clock.starting(past), self._body, (fn, values)))
@@ -215,10 +216,10 @@ class World:
         me.sync()
         release_shared_memory(me)
 
-    def _finish(self, host: Partition, part: Partition) -> None:
+    def _finish(self, host: Partition, part: Partition, purpose: str = "") -> None:
         cta = part.cta
         while not part.done:
-            host.block(part.waiters, lambda: f"CTA {cta.id} to end")
+            host.block(part.waiters, lambda: f"CTA {cta.id} to end{purpose}")
         while cta.ops:
             host.block(cta.waiters, lambda: f"transfers of CTA {cta.id} to end")
         cta.ended = True
@@ -284,10 +285,9 @@ class World:
         for host in self.hosts:
             if host.error is not None:
                 raise host.error
-        waits = [part.waiting for part in self.parts if part.waiting]
-        if waits:
-            lines = [f"    {place} -- for {describe(*args)}" for place, describe, args in waits]
-            raise DeadlockError("deadlock: nothing can run\n" + "\n".join(lines))
+        blocked = [part for part in self.parts if part.waiting]
+        if blocked:
+            raise DeadlockError(deadlock(blocked))
 
     @property
     def idle(self) -> bool:
