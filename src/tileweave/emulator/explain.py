@@ -24,25 +24,40 @@ def missing_order(space: str, x, access, who, why: str) -> str:
 
 def _unordered(space: str, x, access, who) -> str:
     clock, cta, part = who.clock, who.cta, x.part
+    if access.is_async and _came_later(x, access):
+        return _completion(access, x)
     # Whether what the first thread of x's partition did after x is known to happen before: then some release reached
     # the second access, and x itself was not in it.
     told = clock.knows(GENERIC, cta, x.cta, part.lane) >= x.place.event + x.is_async
-    what = x.place.what
-    if x.is_async and what in ("TMA store", "TMA reduce-add") and x.kind != "read":
-        if told or clock.knows(GENERIC, cta, x.cta, x.lane) == x.count - 1:
-            return (
-                f"store_wait for the {what}, then barrier(), both by the partition that issued it and before its "
-                "release: that its writes are performed is not part of what was released"
-            )
-    elif x.is_async and what.startswith("TMA"):
-        how = "mbarrier_wait for the bytes of" if what == "TMA load" else "store_read_wait for"
-        return f"{how} the {what}, by the partition of the second access or by one that then tells it"
-    elif x.is_async:
-        return "warpgroup_mma_wait for the wgmma that reads it, then an arrival for which the writer waits"
-    elif told:
+    if x.is_async and (told or x.cta is access.cta or clock.knows(GENERIC, cta, x.cta, x.lane) == x.count - 1):
+        return _completion(x, access)
+    if told and not x.is_async:
         return "barrier() of the partition between the access by all of its threads and the release by its first one"
-    chain = _chain(x.cta, access.part.cta)
-    return f"{chain} (or, if the second is meant to come first, the same the other way round)"
+    return f"{_chain(x.cta, access.cta)} (or, if the second is meant to come first, the same the other way round)"
+
+
+def _came_later(x, op) -> bool:
+    """Whether access x, seen before the access of an asynchronous operation, is meant to come after it.
+
+    So it is if the same partition did x after it had issued the operation; a read seen before a late write is likely to.
+    """
+    if x.part is op.part:
+        return x.place.event > op.place.event
+    return x.kind == "read" and op.kind != "read"
+
+
+def _completion(op, other) -> str:
+    """How access `other` comes after what an asynchronous operation does."""
+    what = op.place.what
+    if what == "wgmma":
+        return "warpgroup_mma_wait for the wgmma that reads it, then an arrival for which the writer waits"
+    if op.kind == "read" or what == "TMA load":
+        how = "mbarrier_wait for the bytes of" if what == "TMA load" else "store_read_wait for"
+        return f"{how} the {what}, by the partition of the other access or by one that then tells it"
+    text = f"store_wait for the {what} and then barrier(), by the partition that issued it"
+    if op.cta is not other.cta:
+        text += f", before {_chain(op.cta, other.cta)}: what is released is what has been performed"
+    return text
 
 
 def _chain(first, second) -> str:

@@ -134,7 +134,7 @@ def publishes(rank, src, pt, flags_ptr, stride, out, HOW: gl.constexpr):
             gl.store_read_wait(0)
         if HOW == "no barrier":
             gl.store_wait(0)
-        if HOW == "right":
+        if HOW == "right" or HOW == "no proxy fence":
             gl.store_wait(0)
             gl.barrier()
         gl.signal(flags, 1, 0, 1)
