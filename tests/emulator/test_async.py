@@ -191,7 +191,7 @@ def test_wgmma_and_its_wait():
         c = torch.full((64, 64), float("nan"))
         launch(seed, k.multiplies, a, b, c, 1, 1)
         torch.testing.assert_close(c, a.float() @ b.float())
-        with pytest.raises(RaceError, match="registers.*\n.*write: wgmma"):
+        with pytest.raises(RaceError, match=r"registers.*\n.*write: wgmma"):
             launch(seed, k.multiplies, a, b, c, 0, 1)
         with pytest.raises(RaceError, match="fence_async_shared"):
             launch(seed, k.multiplies, a, b, c, 1, 0)

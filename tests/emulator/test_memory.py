@@ -19,7 +19,9 @@ def test_masked_loads_and_stores():
 
 def test_a_pointer_outside_of_its_storage():
     x = torch.randn(1000)
-    with pytest.raises(ProtocolError, match=r"store at elements 0 to 1023 of x .*, which has 1000 \(0 to 999 are legal"):
+    with pytest.raises(
+        ProtocolError, match=r"store at elements 0 to 1023 of x .*, which has 1000 \(0 to 999 are legal"
+    ):
         launch(0, k.writes, x, 1.0, 1024)
 
 

@@ -39,7 +39,7 @@ def _unordered(space: str, x, access, who) -> str:
 def _came_later(x, op) -> bool:
     """Whether access x, seen before the access of an asynchronous operation, is meant to come after it.
 
-    So it is if the same partition did x after it had issued the operation; a read seen before a late write is likely to.
+    So it is where the same partition did x after it had issued the operation; a read before a late write is taken so.
     """
     if x.part is op.part:
         return x.place.event > op.place.event

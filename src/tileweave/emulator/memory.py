@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from tileweave.emulator.world import World
 
 STRONG = ("add", "atomic")  # kinds of access that do not race among themselves
-_BUCKETS = 512  # parts of a storage by which overlapping regions are looked for
+_BUCKETS = 256  # parts of a storage by which overlapping regions are looked for
 _SIGNALS = 64  # values of a flag that are remembered
 _KEPT = 4096  # groups kept for the next launch, which is likely to touch the same regions
 _PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
@@ -86,7 +86,8 @@ class Memory:
         self.row = SHARED if space == "shared" else GLOBAL
         self.groups: dict[Region, Group] = {}
         self._buckets: dict[int, list[Group]] = {}
-        self._bucket_bytes = max(tensor.untyped_storage().nbytes() // _BUCKETS, 64)
+        self._bucket_bytes = 0
+        self._unplaced: list[Group] = []  # groups that are not in the buckets yet: only writes make that necessary
         self.written = False
         self.released: dict[int, Releases] = {}  # by first byte of the location
         self.signals: dict[int, list[tuple[int, Releases]]] = {}  # values that signals stored there, and what each told
@@ -101,6 +102,7 @@ class Memory:
         if len(self.groups) > _KEPT:
             self.groups.clear()
             self._buckets.clear()
+            self._unplaced.clear()
         for group in self.groups.values():
             group.reads.clear()
             group.writes.clear()
@@ -123,12 +125,21 @@ class Memory:
         group = self.groups.get(region)
         if group is None:
             group = self.groups[region] = Group(region)
+            self._unplaced.append(group)
+        return group
+
+    def _place(self) -> None:
+        """Put new groups into their buckets and into the lists of their neighbours."""
+        if not self._bucket_bytes:
+            self._bucket_bytes = max(self.tensor.untyped_storage().nbytes() // _BUCKETS, 64)
+        for group in self._unplaced:
+            region = group.region
             for other in self._neighbours(region):
                 if other.near is not None and region.overlaps(other.region):
                     other.near.append((group, other.region.covers(region)))
             for bucket in self._span(region):
                 self._buckets.setdefault(bucket, []).append(group)
-        return group
+        self._unplaced.clear()
 
     def _span(self, region: Region) -> range:
         return range(region.lo // self._bucket_bytes, (region.hi - 1) // self._bucket_bytes + 1)
@@ -158,6 +169,9 @@ class Memory:
         group = self.group(region)
         access = Access(kind, who, place, scope, multicast)
         strong = kind in STRONG and scope == "sys"
+        self.written = self.written or kind != "read"
+        if self.written and self._unplaced:
+            self._place()
         if kind == "read":
             if self.written:
                 for near, _ in group.near or self._near(group):
@@ -167,7 +181,6 @@ class Memory:
                         self._check(near.strong, access, who, False)
             history = group.reads
         else:
-            self.written = True
             replaces = kind == "write"
             for near, covered in group.near or self._near(group):
                 if near.writes:

@@ -46,7 +46,8 @@ def load(pointer, mask=None, other=None, **_):
         found = flat[offsets]
     else:
         fill = torch.as_tensor(raw(0 if other is None else other)).to(flat.dtype)
-        found = torch.where(keep, flat[torch.where(keep, offsets, 0)], fill)
+        found = fill.expand(offsets.shape).clone()
+        found[keep] = flat[offsets[keep]]
     return Tile(found) if is_tile else scalar(found.item(), flat.dtype)
 
 

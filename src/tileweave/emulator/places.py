@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+from functools import lru_cache
 from types import CodeType, FrameType
 
 KERNEL_FILES: set[str] = set()  # files of which functions have been rebuilt; their frames are places in a kernel
@@ -56,6 +57,7 @@ class Place:
         return text
 
 
+@lru_cache(4096)
 def line_of(code: CodeType, instruction: int) -> int:
     """The source line of an instruction."""
     for i, (line, *_) in enumerate(code.co_positions()):

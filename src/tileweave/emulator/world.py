@@ -60,6 +60,9 @@ class World:
             raise ValueError(f"sms must be at least 1 (or None for no limit), got {sms}")
         if reduce_scope not in ("gpu", "sys"):
             raise ValueError(f"reduce_scope must be 'gpu' or 'sys', got {reduce_scope!r}")
+        unknown = sorted(set(delayed) - set(range(ranks)))
+        if unknown:
+            raise ValueError(f"delayed ranks {unknown}: only 0 to {ranks - 1} are legal")
         self.ranks, self.seed, self.sms, self.halt = ranks, seed, sms, halt
         self.reduce_scope, self.delayed, self.max_steps = reduce_scope, frozenset(delayed), max_steps
         self.races: list[str] = []

@@ -1,0 +1,95 @@
+"""Device semantics that differ from Python's, and the ways in which device functions refer to each other."""
+
+from tileweave import lang as gl
+from tileweave.lang import arange, int64
+from tileweave.lang import store as put
+
+SEVEN = gl.constexpr(7)
+
+
+@gl.aggregate
+class Pair:
+    """Two values handed around together."""
+
+    left: gl.tensor
+    right: gl.tensor
+    SCALE: gl.constexpr
+
+    @gl.constexpr_function
+    def __init__(self, left, right, SCALE):
+        self.left = left
+        self.right = right
+        self.SCALE = gl.constexpr(SCALE)
+
+    @gl.jit
+    def swapped(self):
+        """The other way round; refers to its own class."""
+        return Pair(self.right, self.left, self.SCALE)
+
+    @gl.jit
+    def total(self):
+        return (self.left + self.right) * self.SCALE
+
+
+@gl.constexpr_function
+def halves(n):
+    return n // 2, -n // 2
+
+
+@gl.jit
+def divide(a, b):
+    return a // b, a % b
+
+
+@gl.jit
+def remainder(a, b):
+    return divide(a, b)[1]
+
+
+@gl.jit
+def apply(FUNCTION: gl.constexpr, a, b):
+    return FUNCTION(a, b)
+
+
+@gl.jit
+def scalars(rank, ints, floats, a, b, flag, HALVES: gl.constexpr):
+    """Results of scalar arithmetic, one a word of `ints`."""
+    quotient, rest = divide(a, b)
+    gl.store(ints, quotient)
+    gl.store(ints + 1, rest)
+    gl.store(ints + 2, apply(remainder, a, b))
+    c = a
+    c //= b
+    gl.store(ints + 3, c)
+    gl.store(ints + 4, (~(a < b)).to(gl.int32))
+    gl.store(ints + 5, (not (a < b)).to(gl.int32))
+    gl.store(ints + 6, (gl.load(ints + 16) + 1 < 0).to(gl.int32))
+    gl.store(ints + 7, (gl.load(ints + 16).to(int64) + 1 < 0).to(gl.int32))
+    pair = Pair(rank.to(gl.int64), 5, 2).swapped()
+    gl.store(ints + 8, pair.left)
+    gl.store(ints + 9, pair.total())
+    gl.store(ints + 10, SEVEN + gl.constexpr(1))
+    low, high = HALVES
+    gl.store(ints + 11, low - high)
+    gl.store(ints + 12, gl.where((a < b) & (flag > 0), 1, 2))
+    gl.store(ints + 13, gl.cdiv(gl.maximum(a, 9), gl.minimum(b, 4)))
+    gl.store(ints + 14, gl.num_warps() * 100 + gl.num_programs(0) * 10 + gl.program_id(0))
+    gl.store(floats, (1.0 / 3).to(floats.dtype.element_ty))
+    gl.store(floats + 1, gl.exp2(3.0))
+
+
+@gl.jit
+def tiles(x, out, N: gl.constexpr):
+    """Reductions and broadcasts of a tile, row by row of `out`."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
+    rows = arange(0, N, gl.SliceLayout(1, L))
+    cols = arange(0, N, gl.SliceLayout(0, L))
+    t = gl.load(x + rows[:, None] * N + cols[None, :])
+    put(out + rows, gl.sum(t, 1))
+    put(out + N + rows, gl.max(t, 1))
+    put(out + 2 * N + cols, gl.min(t, 0))
+    put(out + 3 * N + rows, gl.log2(gl.exp2(gl.sum(gl.maximum(t, 0.0), 1) / N)))
+    put(out + 4 * N + rows, gl.sum(gl.where(t > 0, 1.0, 0.0), 1))
+    put(out + 5 * N + rows, ((rows - 3) // 2 * 10 + (rows - 3) % 2).to(gl.float32))
+    put(out + 6 * N + rows, (~(rows < 2)).to(t.dtype))
+    gl.static_assert(t.shape[0] == N)
