@@ -16,7 +16,7 @@ from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.ops.matmul_reduce_scatter import launch
 
-SOURCES = Path(op_module.__file__).parents[2]
+SOURCES = Path(launch.__file__).parents[2]
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 

@@ -6,6 +6,7 @@ the group's name, hence shared by all ranks of a virtual world and compiled anew
 
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -38,7 +39,9 @@ def resolve_group(group: Group) -> VirtualGroup | dist.ProcessGroup | None:
         group = group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: this process is not a member of the group")
-    if isinstance(group, (VirtualGroup, dist.ProcessGroup)):
+    if isinstance(group, VirtualGroup):
+        return group
+    if isinstance(group, dist.ProcessGroup):
         return group
     raise TypeError(
         "group: expected a torch.distributed ProcessGroup, a 1-D DeviceMesh, the group that world.run gives to a rank, "
@@ -47,9 +50,19 @@ def resolve_group(group: Group) -> VirtualGroup | dist.ProcessGroup | None:
 
 
 def group_name(group: Group) -> str:
-    """The name of a group, the same on all ranks, by which `named_group` finds it again. Raises as `resolve_group`."""
+    """The name of a group, the same on all ranks, by which `named_group` finds it again.
+
+    Raises as `resolve_group`; also ValueError for the group of another rank than this thread's, which a name would
+    lose (a compiled function, which all ranks share, does not look).
+    """
     group = resolve_group(group)
-    return ALONE if group is None else group.group_name
+    if group is None:
+        return ALONE
+    if isinstance(group, VirtualGroup) and not torch.compiler.is_compiling():
+        mine = current_group()
+        if mine is not None and mine.world is group.world and mine.rank != group.rank:
+            raise ValueError(f"group: expected this thread's, of rank {mine.rank}, got that of rank {group.rank}")
+    return group.group_name
 
 
 def named_group(name: str) -> VirtualGroup | dist.ProcessGroup | None:

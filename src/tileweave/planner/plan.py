@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from tileweave.planner.hardware import H200, Hardware
 
@@ -44,14 +44,20 @@ class Plan:
     comm_sms: int = 0
     predicted_us: float | None = None
     reason: str = "given by the caller"
+    _json: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Written here once, as torch.compile cannot trace the encoder, but it can read, and guard, a string.
+        object.__setattr__(self, "_json", json.dumps(self.to_dict()))
 
     def to_dict(self) -> dict:
         """The plan as plain values, for JSON."""
-        return {**asdict(self), "tile": list(self.tile)}
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}
+        return {**values, "tile": list(self.tile)}
 
     def to_json(self) -> str:
         """The plan as text, from which `from_json` makes it again."""
-        return json.dumps(self.to_dict())
+        return self._json
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -60,7 +66,7 @@ class Plan:
             values = json.loads(text)
             return cls(**{**values, "tile": tuple(values["tile"])})
         except (ValueError, TypeError, KeyError) as error:
-            names = ", ".join(field.name for field in fields(cls))
+            names = ", ".join(each.name for each in fields(cls) if each.init)
             raise ValueError(f"plan: expected a JSON object with {names}, got {text!r}: {error}") from error
 
 

@@ -1,7 +1,5 @@
 """matmul_reduce_scatter: what users call."""
 
-from functools import lru_cache
-
 import torch
 
 from tileweave.fabric import fabric_of, group_name
@@ -64,7 +62,8 @@ def matmul_reduce_scatter(
     """
     check_kinds(a, b, op, bias, out_dtype, plan, max_sms)
     name, deterministic = group_name(group), _resolve(deterministic)
-    return OPERATOR(a, b, name, op, bias, deterministic, out_dtype, _plan_text(plan), max_sms or 0)
+    text = "" if plan is None else plan.to_json()
+    return OPERATOR(a, b, name, op, bias, deterministic, out_dtype, text, max_sms or 0)
 
 
 def route(
@@ -80,16 +79,3 @@ def route(
 def _resolve(deterministic: bool | None) -> bool:
     """The caller's wish, else PyTorch's global setting."""
     return torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
-
-
-def _plan_text(plan: Plan | None) -> str:
-    """A plan as the operator takes it. Field by field, for torch.compile guards what it has seen being read."""
-    if plan is None:
-        return ""
-    return _encode(plan.mechanism, plan.schedule, plan.tile, plan.stages, plan.comm_sms, plan.predicted_us, plan.reason)
-
-
-@torch.compiler.assume_constant_result
-@lru_cache
-def _encode(*fields) -> str:
-    return Plan(*fields).to_json()

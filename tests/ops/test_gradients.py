@@ -1,0 +1,218 @@
+"""Gradients of the op in emulated worlds, against those of the float32 reference."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import tileweave as tw
+from tests.ops.problems import operands
+from tileweave import Plan
+from tileweave.fabric import fabric_of
+from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+
+SMALL = Plan(tile=(128, 64, 64), stages=2)
+
+
+def leaves(tensors):
+    """The same values as leaves that require gradients; strides are kept."""
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def true_gradients(a, b, bias, weights, op="sum"):
+    """Float32 gradients of (reference * weights).sum(): of each a, each b, and per rank of bias."""
+    world = len(a)
+    a, b = leaves(x.float() for x in a), leaves(x.float() for x in b)
+    (reference(a, b, op) * weights.float()).sum().backward()
+    of_bias = None if bias is None else [rows.float().sum(0) for rows in weights.chunk(world)]
+    return [x.grad for x in a], [x.grad for x in b], of_bias
+
+
+def backward(w, a, b, bias, weights, **options):
+    """Run forward and backward on every rank of world `w`; the gradients as `true_gradients` gives them."""
+    size = len(a)
+
+    def rank_program(rank, group):
+        x, y = leaves([a[rank], b[rank]])
+        z = None if bias is None else bias.detach().requires_grad_()
+        out = tw.matmul_reduce_scatter(x, y, group, bias=z, plan=SMALL, **options)
+        out.backward(weights.chunk(size)[rank] if out.numel() else torch.zeros_like(out))
+        return x.grad, y.grad, None if z is None else z.grad
+
+    of_a, of_b, of_bias = zip(*w.run(rank_program), strict=True)
+    return of_a, of_b, None if bias is None else of_bias
+
+
+def assert_near(got, truth, dtype, world):
+    for x, y in zip(got, truth, strict=True):
+        assert x.dtype == dtype and x.shape == y.shape
+        assert relative_error(x, y) <= tolerance(dtype, world, True)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world, m, n, k", [(1, 40, 24, 16), (2, 130, 72, 24), (3, 3 * 40, 64, 72), (4, 64, 20, 12)])
+def test_gradients(world, m, n, k, dtype, out_dtype, op):
+    a, b, bias = operands(world, m, n, k, seed=1, dtype=dtype, bias=True)
+    weights = torch.randn(m, n, generator=torch.Generator().manual_seed(2)).to(out_dtype or dtype)
+    with tw.virtual_world(world, device="cpu", sms=2) as w:
+        got = backward(w, a, b, bias, weights, op=op, out_dtype=out_dtype)
+    for mine, true in zip(got, true_gradients(a, b, bias, weights, op), strict=True):
+        assert_near(mine, true, dtype, world)
+
+
+@pytest.mark.parametrize("a_t, b_t", [(False, False), (True, True), (True, False)])
+def test_either_stride_order_and_gradients_that_are_not_contiguous(a_t, b_t):
+    a, b, bias = operands(2, 48, 24, 40, seed=3, a_t=a_t, b_t=b_t, bias=True)
+    for weights in (torch.randn(24, 48).bfloat16().t(), torch.ones(()).bfloat16().expand(48, 24)):
+        with tw.virtual_world(2, device="cpu", sms=2) as w:
+            got = backward(w, a, b, bias, weights)
+        for mine, true in zip(got, true_gradients(a, b, bias, weights), strict=True):
+            assert_near(mine, true, torch.bfloat16, 2)
+
+
+@pytest.mark.parametrize("m, n, k", [(0, 16, 8), (4, 0, 8), (4, 16, 0), (0, 0, 0), (2, 1, 1)])
+def test_empty_and_single_sizes(m, n, k):
+    a, b, bias = operands(2, m, n, k, seed=4, bias=True)
+    weights = torch.randn(m, n).bfloat16()
+    with tw.virtual_world(2, device="cpu", sms=2) as w:
+        got = backward(w, a, b, bias, weights)
+    for mine, true in zip(got, true_gradients(a, b, bias, weights), strict=True):
+        assert_near(mine, true, torch.bfloat16, 2)
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
+def test_only_what_is_needed_is_computed(needs, monkeypatch):
+    """And nothing is kept for, or gathered in, a backward pass that needs no peers."""
+    a, b, bias = operands(2, 16, 16, 8, seed=5, bias=True)
+    gathered = []
+
+    def rank_program(rank, group):
+        inputs = [x.detach().requires_grad_(need) for x, need in zip((a[rank], b[rank], bias), needs, strict=True)]
+        out = tw.matmul_reduce_scatter(*inputs[:2], group, bias=inputs[2])
+        assert out.requires_grad == any(needs)
+        if any(needs):
+            kept = [x is not None for x in out.grad_fn.saved_tensors]
+            assert kept == [needs[1], needs[0]]
+            out.sum().backward()
+        assert [x.grad is not None for x in inputs] == list(needs)
+
+    with tw.virtual_world(2, device="cpu") as w:
+        kind = type(w.run(lambda rank, group: fabric_of(group))[0])
+        original = kind.all_gather
+        monkeypatch.setattr(kind, "all_gather", lambda self, x: gathered.append(self.rank) or original(self, x))
+        w.run(rank_program)
+    assert sorted(gathered) == ([0, 1] if needs[0] or needs[1] else [])
+
+
+def test_a_layer_between_others_trains_as_one_process_would():
+    """Two steps of SGD on a row-parallel layer after a pointwise function, with the rows of its result sharded."""
+    torch.manual_seed(0)
+    world, m, n, k = 2, 32, 16, 24
+    x, w0 = torch.randn(world, m, k).bfloat16(), torch.randn(world, k, n).bfloat16()
+    target = torch.randn(m, n)
+
+    def step(inputs, weights, product):
+        loss = ((product([torch.tanh(i) for i in inputs], weights).float() - target) ** 2).sum() / m
+        loss.backward()
+
+    serial = [w.clone().float().requires_grad_() for w in w0]
+    for _ in range(2):
+        step([i.float() for i in x], serial, reference)
+        for w in serial:
+            w.data -= 0.01 * w.grad
+            w.grad = None
+
+    def rank_program(rank, group):
+        weight = w0[rank].clone().requires_grad_()
+        for _ in range(2):
+            out = tw.matmul_reduce_scatter(torch.tanh(x[rank]), weight, group)
+            (((out.float() - target.chunk(world)[rank]) ** 2).sum() / m).backward()
+            weight.data -= 0.01 * weight.grad
+            weight.grad = None
+        return weight.detach()
+
+    with tw.virtual_world(world, device="cpu") as w:
+        for mine, true in zip(w.run(rank_program), serial, strict=True):
+            assert relative_error(mine, true.detach()) < 0.01
+
+
+def test_second_derivatives_are_refused():
+    a, b, _ = operands(2, 16, 16, 8, seed=6)
+
+    def rank_program(rank, group):
+        x, y = leaves([a[rank], b[rank]])
+        out = tw.matmul_reduce_scatter(x, y, group)
+        (first,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)  # itself legal
+        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
+            first.sum().backward()
+        return True
+
+    with tw.virtual_world(2, device="cpu") as w:
+        assert w.run(rank_program) == [True, True]
+
+
+def test_checkpointing_gives_the_same_gradients():
+    a, b, bias = operands(2, 32, 24, 16, seed=7, bias=True)
+
+    def rank_program(rank, group):
+        def block(x, y, z):
+            return torch.relu(tw.matmul_reduce_scatter(torch.relu(x), y, group, bias=z))
+
+        gradients = []
+        for through in (lambda *xs: block(*xs), lambda *xs: checkpoint(block, *xs, use_reentrant=False)):
+            inputs = leaves([a[rank], b[rank], bias])
+            through(*inputs).sum().backward()
+            gradients.append([x.grad for x in inputs])
+        return gradients
+
+    with tw.virtual_world(2, device="cpu") as w:
+        for plain, recomputed in w.run(rank_program):
+            assert all(x.any() and torch.equal(x, y) for x, y in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_torch_matmul_does(dtype):
+    a, b, bias = operands(2, 32, 24, 16, seed=8, dtype=torch.float32, bias=True)
+    other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+    mixed = [x.to(other) for x in b]
+    weights = torch.randn(32, 24).to(dtype)
+
+    def rank_program(rank, group):
+        inputs = leaves([a[rank], b[rank], bias])
+        with torch.autocast("cpu", dtype=dtype):
+            out = tw.matmul_reduce_scatter(inputs[0], inputs[1], group, bias=inputs[2])
+            route = tw.explain("matmul_reduce_scatter", *inputs[:2], group, bias=inputs[2])
+            assert out.dtype == dtype == torch.matmul(*inputs[:2]).dtype
+            mix = tw.matmul_reduce_scatter(a[rank], mixed[rank], group)
+            assert mix.dtype == dtype == torch.matmul(a[rank], mixed[rank]).dtype
+            wide = tw.matmul_reduce_scatter(a[rank], b[rank], group, out_dtype=torch.float32)
+            assert wide.dtype == torch.float32
+            with pytest.raises(ValueError, match="float64"):
+                tw.matmul_reduce_scatter(a[rank].double(), b[rank].double(), group)
+        assert route.fused
+        out.backward(weights.chunk(2)[rank])
+        return out.detach(), *(x.grad for x in inputs)
+
+    with tw.virtual_world(2, device="cpu") as w:
+        outs, of_a, of_b, of_bias = zip(*w.run(rank_program), strict=True)
+    low = [[x.to(dtype) for x in xs] for xs in (a, b, [bias])]
+    assert relative_error(torch.cat(outs), reference(low[0], low[1], bias=low[2][0])) <= tolerance(dtype, 2, True)
+    truth = true_gradients(low[0], low[1], low[2][0], weights)
+    for got, true in zip((of_a, of_b, of_bias), truth, strict=True):
+        for x, y in zip(got, true, strict=True):
+            assert x.dtype == torch.float32 and relative_error(x, y) <= tolerance(dtype, 2, True)
+
+
+def test_all_gather():
+    xs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+    kept = [x.clone() for x in xs]
+
+    def rank_program(rank, group):
+        whole = fabric_of(group).all_gather(xs[rank].t()[:, :2].t())
+        xs[rank].fill_(float("nan"))  # legal as soon as the call has returned
+        return whole
+
+    with tw.virtual_world(3, device="cpu") as w:
+        for whole in w.run(rank_program):
+            assert whole.is_contiguous() and torch.equal(whole, torch.cat([x[:2] for x in kept]))
