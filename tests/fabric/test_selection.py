@@ -38,6 +38,7 @@ def test_what_is_no_group(group):
         ({"n": 2, "timeout": 0}, "timeout: expected a positive number of seconds, got 0"),
         ({"n": 2, "sms": 0}, "sms: expected at least 1 SM per rank, got 0"),
         ({"n": 2, "device": "meta"}, "device: expected auto, cpu or cuda, got 'meta'"),
+        ({"n": 2, "delayed": (0, 2)}, r"delayed: expected ranks from 0 to 1, got \[2\]"),
     ],
 )
 def test_impossible_worlds(arguments, message):

@@ -51,7 +51,7 @@ def test_five_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_lat
     ]
     for seed in range(2):
         calls = [(*operands(world, m, n, k, seed=seed * 10 + i)[:2], kw) for i, (m, n, k, kw) in enumerate(shapes)]
-        with tw.virtual_world(world, device="cpu", seed=seed, sms=2, late_ranks=(late,)) as w:
+        with tw.virtual_world(world, device="cpu", seed=seed, sms=2, delayed=(late,)) as w:
             # once for the workspace to grow (growing makes the ranks meet), once more so that they may drift apart
             for _ in range(2):
                 for outs, (a, b, kw) in zip(run_calls(w, calls), calls, strict=True):

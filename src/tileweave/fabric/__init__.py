@@ -1,5 +1,6 @@
 """What joins the ranks of a group: `fabric_of` finds it, `virtual_world` makes one within this process."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -51,7 +52,13 @@ def _fabric(group: VirtualGroup | dist.ProcessGroup | None, device: torch.device
 
 
 def virtual_world(
-    n: int, device: str = "auto", *, seed: int = 0, sms: int | None = None, timeout: float = 60.0
+    n: int,
+    device: str = "auto",
+    *,
+    seed: int = 0,
+    sms: int | None = None,
+    delayed: Sequence[int] = (),
+    timeout: float = 60.0,
 ) -> World:
     """A world of `n` ranks within this process, to be used as a context manager.
 
@@ -60,6 +67,7 @@ def virtual_world(
 
     `device`   "cpu": emulated ranks; "cuda": virtual ranks that share one Hopper GPU; "auto": "cuda" where that works
     `seed`     of the emulator's schedules (CPU only)
+    `delayed`  ranks that run only when no other can, so that the others get ahead of them (CPU only)
     `sms`      SMs per rank; by default 4 in the emulator, an equal share of the GPU's otherwise
     `timeout`  seconds that a kernel waits for a peer before it gives up (the emulator knows when nobody can go on)
 
@@ -77,7 +85,9 @@ def virtual_world(
     if kind.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
     if kind.type == "cpu":
-        return EmulatedWorld(n, seed, sms or EMULATED_SMS, timeout)
+        return EmulatedWorld(n, seed, sms or EMULATED_SMS, delayed, timeout)
+    if delayed:
+        raise ValueError(f"delayed: only the emulator can delay ranks, but device is {device!r}; leave it empty")
     refusal = cuda_refusal(kind)
     if refusal:
         raise RuntimeError(f"device: virtual ranks cannot run on {device!r}: {refusal}; device='cpu' emulates them")

@@ -20,9 +20,12 @@ class EmulatedWorld(World):
 
     backend = "emulated"
 
-    def __init__(self, size: int, seed: int, sms: int, timeout: float):
+    def __init__(self, size: int, seed: int, sms: int, delayed: Sequence[int], timeout: float):
         super().__init__(size, torch.device("cpu"), sms, timeout)
-        self.seed = seed
+        unknown = sorted(set(delayed) - set(range(size)))
+        if unknown:
+            raise ValueError(f"delayed: expected ranks from 0 to {size - 1}, got {unknown}")
+        self.seed, self.delayed = seed, tuple(delayed)
         self._machine: Any = None
         self.deposits: list[Any] = [None] * size
 
@@ -32,7 +35,7 @@ class EmulatedWorld(World):
     def _run(self, body: Callable[[int], T]) -> list[T]:
         from tileweave import emulator
 
-        self._machine = emulator.World(self.size, seed=self.seed, sms=self.sms)
+        self._machine = emulator.World(self.size, seed=self.seed, sms=self.sms, delayed=self.delayed)
         self.seed += 1
         try:
             return self._machine.run(body)
