@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ class Channel:
     `timeout_ns` bounds every wait on the flags.
 
     n and m are at least what was asked for; the distance of two ranks' slices is a multiple of 256 bytes.
+
+    `views`    what the op has derived from these tensors, for its next calls; gone with them
     """
 
     op: str
@@ -52,6 +54,7 @@ class Channel:
     adding: torch.Tensor
     staging: torch.Tensor
     timeout_ns: int
+    views: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 class Fabric(ABC):

@@ -16,12 +16,13 @@ EMULATED_GRANULE = 256
 
 @dataclass
 class Shared:
-    """The memory of one op's channels, of all ranks."""
+    """The memory of one op's channels, of all ranks, and the channels."""
 
     flags: torch.Tensor
     state: torch.Tensor
     adding: torch.Tensor
     staging: torch.Tensor
+    channels: list[Channel]
 
     @property
     def adding_bytes(self) -> int:
@@ -47,17 +48,16 @@ class Workspace:
         shared = self.ops.get(op)
         if shared is None or adding_bytes > shared.adding_bytes or staging_bytes > shared.staging_bytes:
             return None
-        return Channel(op, shared.flags, shared.state[rank], shared.adding, shared.staging, self.timeout_ns)
+        return shared.channels[rank]
 
     def grow(self, op: str, adding_bytes: int, staging_bytes: int) -> None:
         """Make room for slots of these sizes. One caller, while no rank has work in flight; flags and state persist."""
         old = self.ops.get(op)
         adding = self._slots(adding_bytes, old.adding if old else None)
         staging = self._slots(staging_bytes, old.staging if old else None)
-        if old:
-            self.ops[op] = Shared(old.flags, old.state, adding, staging)
-        else:
-            self.ops[op] = Shared(self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS), adding, staging)
+        flags, state = (old.flags, old.state) if old else (self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS))
+        channels = [Channel(op, flags, words, adding, staging, self.timeout_ns) for words in state]
+        self.ops[op] = Shared(flags, state, adding, staging, channels)
 
     def timed_out(self) -> FabricTimeout | None:
         """What the kernels of some channel have recorded, if a wait has timed out. Synchronizes with the device."""

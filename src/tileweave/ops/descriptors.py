@@ -1,5 +1,7 @@
 """Tensors as TMA sees them: operands, results, and slots in parallel memory."""
 
+from functools import lru_cache
+
 import torch
 
 from tileweave.lang import NVMMASharedLayout, TensorDescriptor
@@ -13,18 +15,24 @@ def as_operand(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
     Either stride order costs nothing; anything else (a step in both dimensions, a base or row that is not 16-byte
     aligned, overlapping rows) is copied once.
     """
-    for matrix, transposed in ((x, False), (x.t(), True)):
-        row, column = matrix.stride()
-        aligned = matrix.data_ptr() % ALIGN == 0 and row * x.element_size() % ALIGN == 0
-        if column == 1 and row >= matrix.shape[1] and aligned:
-            return matrix, transposed
+    (rows, columns), (row, column) = x.shape, x.stride()
+    per_line = ALIGN // x.element_size()
+    if x.data_ptr() % ALIGN == 0:
+        if column == 1 and row >= columns and row % per_line == 0:
+            return x, False
+        if row == 1 and column >= rows and column % per_line == 0:
+            return x.t(), True
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x), False
 
 
 def describe(x: torch.Tensor, block: list[int], padding: str = "zero") -> TensorDescriptor:
     """TMA descriptor of `x` in boxes of `block`, with 128-byte swizzling."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=len(block))
-    return TensorDescriptor.from_tensor(x, block, layout, padding)
+    return TensorDescriptor.from_tensor(x, block, _swizzled(8 * x.element_size(), len(block)), padding)
+
+
+@lru_cache
+def _swizzled(bits: int, rank: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
 
 
 def parallel_view(arena: torch.Tensor, count: int, shape: tuple[int, int], dtype: torch.dtype):
