@@ -1,5 +1,6 @@
 """What every fabric offers: the ranks of a group, memory they share, launches of kernels that wait for peers."""
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,14 @@ FLAGS = 64
 BLOCK_WORDS = HEADER_WORDS + FLAGS
 STATE_WORDS = 64
 REDUCTIONS = ("sum", "avg")
+
+
+def debug_mode() -> bool:
+    """Whether TILEWEAVE_DEBUG=1 asks for debug mode. ValueError unless it is 0, 1 or not set."""
+    text = os.environ.get("TILEWEAVE_DEBUG", "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"TILEWEAVE_DEBUG: expected 0 or 1, got {text!r}")
+    return text == "1"
 
 
 class FabricTimeout(RuntimeError):
@@ -64,6 +73,7 @@ class Fabric(ABC):
     `rank`, `world_size`
     `device`      where this rank's tensors live
     `sms`         how many SMs this rank's kernels may use, which is the largest grid of `launch`; 0: no kernels
+    `debug`       whether `agree` compares the ranks' calls: debug mode when the fabric was made
     """
 
     backend: str
@@ -71,6 +81,7 @@ class Fabric(ABC):
     world_size: int
     device: torch.device
     sms: int
+    debug: bool
 
     @abstractmethod
     def refusal(self) -> str | None:
@@ -93,6 +104,10 @@ class Fabric(ABC):
         """All ranks meet; `action` of one of them runs once, and all return its result."""
 
     @abstractmethod
+    def _agree(self, call: Hashable) -> None:
+        """`agree` in debug mode."""
+
+    @abstractmethod
     def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """`reduce_scatter` of checked arguments."""
 
@@ -102,6 +117,15 @@ class Fabric(ABC):
 
         `x` is left as it is; the result is contiguous, on this rank's current stream. Collective.
         """
+
+    def agree(self, call: Hashable) -> None:
+        """In debug mode, a meeting of all ranks before they make `call`; returns at once otherwise.
+
+        `call` says all that the ranks must agree on; equal ones compare equal. RuntimeError on every rank, with the
+        `str` of each rank's call, if they differ.
+        """
+        if self.debug:
+            self._agree(call)
 
     def check(self) -> None:
         """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain for a peer."""

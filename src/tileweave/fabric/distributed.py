@@ -1,12 +1,12 @@
-"""Groups of torch.distributed, and a process that is alone: no fused kernels yet, the group's own collectives."""
+"""Groups of torch.distributed, and a process that is alone: no fused kernels, the group's own collectives."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from tileweave.fabric.base import Channel, Fabric, Outcome
+from tileweave.fabric.base import Channel, Fabric, Outcome, check_labels, debug_mode
 from tileweave.fabric.capability import cuda_refusal
 
 
@@ -24,12 +24,12 @@ class DistributedFabric(Fabric):
         self.rank, self.world_size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
         if self.rank < 0:
             raise ValueError("group: this process is not a member of the group")
+        self.debug = debug_mode()
 
     def refusal(self) -> str | None:
         if self.device.type == "cpu":
             return "CPU tensors outside an emulated world (tileweave.virtual_world): torch.matmul and torch.distributed"
-        reason = cuda_refusal(self.device) or "peer memory between processes is not implemented yet"
-        return f"{reason}: torch.matmul and torch.distributed"
+        return f"{cuda_refusal(self.device)}: torch.matmul and torch.distributed"
 
     def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
         """Raises RuntimeError: there is no peer memory."""
@@ -47,6 +47,16 @@ class DistributedFabric(Fabric):
         outcome = [Outcome.of(action) if action and self.rank == 0 else Outcome()]
         dist.broadcast_object_list(outcome, group=self.group, group_src=0)
         return outcome.pop().get()
+
+    def _agree(self, call: Hashable) -> None:
+        if self.group is not None:
+            check_labels(self._gather(call))
+
+    def _gather(self, value: Any) -> list[Any]:
+        """All ranks' values, in rank order; all ranks meet."""
+        values = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
         """`dist.reduce_scatter_tensor`. Gloo, which lacks means in older versions, sums and then divides."""

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave import lang
-from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, STATE_WORDS, Channel, FabricTimeout
+from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, STATE_WORDS, Channel, FabricTimeout, debug_mode
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.variants import Variants, enqueue, load
@@ -47,12 +47,17 @@ def timeout_seconds() -> float:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank tells the others of itself: refusal, if it cannot take part; machine and GPU by identity; timeout."""
+    """What a rank tells the others of itself.
+
+    refusal: why it cannot take part, if so; machine, gpu: identities; timeout in seconds; debug: whether it asks for
+    debug mode.
+    """
 
     refusal: str | None
     machine: str
     gpu: str
     timeout: float
+    debug: bool
 
 
 @dataclass
@@ -101,6 +106,7 @@ class ProcessFabric(DistributedFabric):
         facts = self._gather(_facts(device))
         self._why = self._disagreement(facts)
         self.timeout = facts[0].timeout
+        self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
             sharing = sum(fact.gpu == facts[self.rank].gpu for fact in facts)
             self.sms = sms_per_rank(sharing, device, None)
@@ -243,12 +249,13 @@ class ProcessFabric(DistributedFabric):
             return f"peers' memory cannot be mapped ({failure})"
         return None
 
+    def _agree(self, call: Hashable) -> None:
+        if not torch.cuda.is_current_stream_capturing():  # a group's collectives may wait for the GPU
+            super()._agree(call)
+
     def _gather(self, value: Any) -> list[Any]:
-        """All ranks' values, in rank order; all ranks meet."""
-        values = [None] * self.world_size
         with torch.cuda.device(self.device):
-            dist.all_gather_object(values, value, group=self.group)
-        return values
+            return super()._gather(value)
 
     @staticmethod
     def _disagreement(facts: Sequence[Facts]) -> str | None:
@@ -261,14 +268,22 @@ class ProcessFabric(DistributedFabric):
         return None
 
 
+def process_refusal(device: torch.device | str) -> str | None:
+    """Why a process with this device cannot share memory with others, whatever they are; None if it may."""
+    if refusal := cuda_refusal(device):
+        return refusal
+    # The parent is looked for first: find_spec raises where it is missing.
+    if not find_spec("cuda") or not find_spec("cuda.bindings"):
+        return "the package cuda-bindings is not installed"
+    return None
+
+
 def _facts(device: torch.device) -> Facts:
-    refusal = cuda_refusal(device)
-    if refusal is None and not find_spec("cuda.bindings"):
-        refusal = "the package cuda-bindings is not installed"
+    refusal = process_refusal(device)
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else "unknown"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
-    return Facts(refusal, machine, gpu, timeout_seconds())
+    return Facts(refusal, machine, gpu, timeout_seconds(), debug_mode())
 
 
 def _close(ops: dict[str, Memories], device: torch.device) -> None:

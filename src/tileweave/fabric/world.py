@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from tileweave.fabric.base import Channel, Fabric, Outcome, check_labels
+from tileweave.fabric.base import Channel, Fabric, Outcome, check_labels, debug_mode
 from tileweave.fabric.workspace import Workspace
 
 T = TypeVar("T")
@@ -126,6 +126,7 @@ class WorldFabric(Fabric):
     def __init__(self, world: World, rank: int):
         self.world, self.rank = world, rank
         self.backend, self.world_size, self.device, self.sms = world.backend, world.size, world.device, world.sms
+        self.debug = debug_mode()
 
     def refusal(self) -> str | None:
         return None
@@ -157,7 +158,10 @@ class WorldFabric(Fabric):
     def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
         return self.exchange("rendezvous", None, lambda _: action() if action else None)
 
-    def exchange(self, label: str, value: Any, action: Callable[[list[Any]], T]) -> T:
+    def _agree(self, call: Hashable) -> None:
+        self.exchange(call, None, list)
+
+    def exchange(self, label: Hashable, value: Any, action: Callable[[list[Any]], T]) -> T:
         """All ranks meet with a value; `action(values)` runs once, values in rank order, and all return its result.
 
         RuntimeError on every rank if the labels differ. An error in the action is raised on every rank.

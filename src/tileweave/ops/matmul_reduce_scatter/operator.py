@@ -13,12 +13,13 @@ gradients on all. G is gathered in the dtype of a; products and sums are accumul
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.library import LIBRARY, TAGS, all_gather_rows
-from tileweave.ops.matmul_reduce_scatter.check import NAME, check, choose, operand_dtype
+from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, check, choose, operand_dtype
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.planner import Plan
 
@@ -31,12 +32,32 @@ OPERATOR = torch.ops.tileweave.matmul_reduce_scatter.default
 _plan = lru_cache(Plan.from_json)
 
 
+class Agreement(NamedTuple):
+    """What of a call all ranks must agree on; made on every call, worded only where they do not."""
+
+    call: Call
+    dtype: torch.dtype
+    bias: bool
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        c, plan = self.call, "no fused kernel"
+        if self.plan is not None:
+            tile = "x".join(map(str, self.plan.tile))
+            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
+        return (
+            f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {self.dtype} -> {c.out_dtype}, op={c.op!r}, bias={self.bias}, "
+            f"deterministic={c.deterministic}, max_sms={c.max_sms or None}, {plan}"
+        )
+
+
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
     """Check, choose the path, compute."""
     fabric = named_fabric(group_name, a.device)
     call = check(fabric.world_size, a, b, op, bias, deterministic, out_dtype, max_sms)
     route = choose(fabric, call, a.device, _plan(plan) if plan else None)
+    fabric.agree(Agreement(call, a.dtype, bias is not None, route.plan))
     if call.rows == 0 or call.n == 0:
         return torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     if route.plan is None:

@@ -1,0 +1,145 @@
+"""Debug mode: ranks whose calls differ are told so, each of them, before anything waits."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import tileweave as tw
+from tests.ops.problems import operands
+from tileweave.fabric import fabric_of, virtual_world
+from tileweave.fabric.base import debug_mode
+from tileweave.fabric.world import WorldFabric
+
+WORLD = 3
+M, N, K = 6 * WORLD, 8, 16
+DISAGREEMENTS = {
+    "shape": "[36, 16] @ [16, 8]",
+    "dtype": "torch.float16",
+    "bias": "bias=True",
+    "options": "op='avg'",
+    "result dtype": "-> torch.float32",
+    "plan": "128x64x64 2 stages",
+    "order": "[36, 16] @ [16, 8]",
+}
+
+
+def calls(rank, situation, device="cpu"):
+    """The calls that a rank makes, each as arguments of the op: rank 1 is the one that differs."""
+    odd = rank == 1
+    dtype = torch.float16 if odd and situation == "dtype" else torch.bfloat16
+    small, large = (operands(1, m, N, K, rank, dtype, bias=True, device=device) for m in (M, 2 * M))
+    options = {}
+    if odd and situation == "bias":
+        options["bias"] = small[2]
+    if odd and situation == "options":
+        options["op"] = "avg"
+    if odd and situation == "result dtype":
+        options["out_dtype"] = torch.float32
+    if odd and situation == "plan":
+        options["plan"] = tw.Plan(tile=(128, 64, 64), stages=2)
+    if situation == "order":
+        return [(x[0][0], x[1][0], {}) for x in ([large, small] if odd else [small, large])]
+    a, b, _ = large if odd and situation == "shape" else small
+    return [(a[0], b[0], options)]
+
+
+def told(rank, group, situation, device="cpu"):
+    """What a rank is told when it makes its calls."""
+    try:
+        for a, b, options in calls(rank, situation, device):
+            tw.matmul_reduce_scatter(a, b, group, **options)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def assert_told(text, situation):
+    """The text says that the calls differ and shows rank 0's and rank 1's."""
+    assert "the ranks of a group must make the same calls in the same order" in text
+    of_rank = dict(part.split(" at ", 1) for part in text.partition("but met with ")[2].split("; "))
+    assert of_rank.keys() == {f"rank {rank}" for rank in range(WORLD)}
+    assert of_rank["rank 0"] == of_rank["rank 2"] != of_rank["rank 1"]
+    assert "matmul_reduce_scatter of [18, 16] @ [16, 8]" in of_rank["rank 0"]
+    assert DISAGREEMENTS[situation] in of_rank["rank 1"]
+    assert DISAGREEMENTS[situation] not in of_rank["rank 0"]
+
+
+@pytest.mark.parametrize("situation", DISAGREEMENTS)
+def test_emulated_ranks_are_told(situation, monkeypatch):
+    monkeypatch.setenv("TILEWEAVE_DEBUG", "1")
+    with virtual_world(WORLD, "cpu") as world:
+        for text in world.run(lambda rank, group: told(rank, group, situation)):
+            assert_told(text, situation)
+        a, b, _ = operands(WORLD, M, N, K, 0)
+        world.run(lambda rank, group: tw.matmul_reduce_scatter(a[rank], b[rank], group))  # and can go on
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("situation", DISAGREEMENTS)
+def test_virtual_ranks_are_told(situation, monkeypatch):
+    monkeypatch.setenv("TILEWEAVE_DEBUG", "1")
+    with virtual_world(WORLD, "cuda") as world:
+        for text in world.run(lambda rank, group: told(rank, group, situation, "cuda")):
+            assert_told(text, situation)
+
+
+def test_without_the_variable_nothing_is_exchanged(monkeypatch):
+    monkeypatch.delenv("TILEWEAVE_DEBUG", raising=False)
+    met = []
+    exchange = WorldFabric.exchange
+    monkeypatch.setattr(WorldFabric, "exchange", lambda self, *args: (met.append(args[0]), exchange(self, *args))[1])
+    a, b, _ = operands(WORLD, M, N, K, 0)
+    with virtual_world(WORLD, "cpu") as world:
+        world.run(lambda rank, group: [tw.matmul_reduce_scatter(a[rank], b[rank], group) for _ in range(2)])
+        assert [label.split("(")[0] for label in met] == ["channel"] * WORLD  # the workspace grew once
+        world.run(lambda rank, group: fabric_of(group).agree(rank))
+    assert len(met) == WORLD
+
+
+@pytest.mark.parametrize("text", ["", "2", "yes"])
+def test_other_values_are_refused(text, monkeypatch):
+    monkeypatch.setenv("TILEWEAVE_DEBUG", text)
+    with pytest.raises(ValueError, match="TILEWEAVE_DEBUG: expected 0 or 1"):
+        debug_mode()
+
+
+def member(rank, init, device, debug, situations):
+    """A process: makes the calls of each situation, holds what it is told."""
+    torch.set_num_threads(1)
+    os.environ["TILEWEAVE_DEBUG"] = debug
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD)
+    if debug == "1":
+        for situation in situations:
+            assert_told(told(rank, None, situation, device), situation)
+    gathered = []
+    gather = dist.all_gather_object
+    dist.all_gather_object = lambda *args, **kw: (gathered.append(args), gather(*args, **kw))[1]
+    assert_equal_calls_are_made(rank, device)
+    dist.all_gather_object = gather
+    if device == "cpu":
+        assert len(gathered) == int(debug)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def assert_equal_calls_are_made(rank, device):
+    a, b, _ = operands(WORLD, M, N, K, 0, device=device)
+    out = tw.matmul_reduce_scatter(a[rank], b[rank])
+    truth = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True)).chunk(WORLD)[rank]
+    torch.testing.assert_close(out.float(), truth, rtol=3e-2, atol=0.2)
+
+
+# Without fused kernels there is no plan to disagree on.
+@pytest.mark.parametrize(("debug", "situations"), [("1", sorted(DISAGREEMENTS.keys() - {"plan"})), ("0", [])])
+def test_processes_that_fall_back_are_told(debug, situations, tmp_path):
+    mp.spawn(member, (f"file://{tmp_path}/init", "cpu", debug, situations), nprocs=WORLD)
+
+
+@pytest.mark.gpu
+def test_processes_are_told(tmp_path):
+    mp.spawn(member, (f"file://{tmp_path}/init", "cuda", "1", sorted(DISAGREEMENTS)), nprocs=WORLD)
