@@ -69,6 +69,16 @@ def test_a_bounded_poll_is_no_deadlock():
     launch(0, k.polls_three_times, torch.zeros(1, dtype=torch.int32))
 
 
+def test_a_single_element_is_loaded_by_every_thread():
+    for seed in SEEDS:
+        x, counter = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        launch(seed, k.hands_over, x, counter, 1, grid=2)
+        assert x.item() == 1
+        counter.zero_()
+        with pytest.raises(RaceError, match=r"barrier\(\) of the partition"):
+            launch(seed, k.hands_over, x, counter, 0, grid=2)
+
+
 @pytest.mark.parametrize("everywhere", [0, 1])
 def test_sums_over_ranks(everywhere):
     data, out = randn(3, 128, seed=0), torch.zeros(128)

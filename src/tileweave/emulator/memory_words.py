@@ -37,9 +37,8 @@ def load(pointer, mask=None, other=None, **_):
     ptr = _unicast(pointer, "load")
     me.pause()
     offsets, keep, region = ptr.elements(mask, "load")
-    is_tile = isinstance(ptr.offset, torch.Tensor)
     place = Place(me, "load")
-    for who in _everybody(me, is_tile):
+    for who in (me, me.crowd):  # a single element, too, is loaded by every thread
         ptr.memory.access("read", region, who, place)
     flat = ptr.flat
     if keep is None:
@@ -48,7 +47,7 @@ def load(pointer, mask=None, other=None, **_):
         fill = torch.as_tensor(raw(0 if other is None else other)).to(flat.dtype)
         found = fill.expand(offsets.shape).clone()
         found[keep] = flat[offsets[keep]]
-    return Tile(found) if is_tile else scalar(found.item(), flat.dtype)
+    return Tile(found) if isinstance(ptr.offset, torch.Tensor) else scalar(found.item(), flat.dtype)
 
 
 def store(pointer, value, mask=None, **_):

@@ -70,10 +70,11 @@ class View:
 
     def index(self, index) -> View:
         """The part at one position of the first dimension."""
-        view = self._derived.get(index)
+        i = int(index)
+        view = self._derived.get(i)
         if view is not None:
             return view
-        i, n = int(index), self.t.shape[0]
+        n = self.t.shape[0]
         if 0 <= i < n:
             return self._derive(i, lambda t: t[i])
         return View(self.memory, None, f"index {i} of {self.memory.name}: 0 to {n - 1} are legal")
@@ -222,7 +223,7 @@ class Descriptor:
     def box(self, coord) -> tuple[torch.Tensor, tuple[slice, ...], bool, Region]:
         """At a block's coordinates: its part inside of the tensor, where in the block that lies, whether it is the
         whole block, and its bytes."""
-        key = tuple(coord)
+        key = tuple(map(int, coord))
         found = self._boxes.get(key)
         if found is None:
             found = self._boxes[key] = self._box(key)
@@ -235,7 +236,7 @@ class Descriptor:
                 f"{Place(getcurrent(), 'TMA')}"
             )
         inside, outer, whole = [], [], True
-        for c, b, n in zip(map(int, coord), self.block, self.t.shape, strict=True):
+        for c, b, n in zip(coord, self.block, self.t.shape, strict=True):
             low, high = min(max(c, 0), n), min(max(c + b, 0), n)
             whole = whole and high - low == b
             outer.append(slice(low, high))

@@ -302,3 +302,17 @@ def misuses_addresses(mc, uc, WHAT: gl.constexpr):
         gl.multimem_add(uc + o, o)
     if WHAT == "beyond":
         gl.multimem_load_reduce(mc + 8 + o)
+
+
+@gl.jit
+def hands_over(x, counter, BARRIER: gl.constexpr):
+    """CTA 0 reads a word and tells CTA 1, which then writes it. Every thread of CTA 0 reads, its first one tells."""
+    if gl.program_id(0) == 0:
+        gl.load(x)
+        if BARRIER:
+            gl.barrier()
+        gl.atomic_add(counter, 1, sem="release", scope="gpu")
+    else:
+        while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < 1:
+            pass
+        gl.store(x, 1)
