@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tileweave import Plan
 from tileweave import lang as gl
 from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel, Fabric
-from tileweave.ops.matmul_reduce_scatter.check import check, choose
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
@@ -113,8 +113,9 @@ def reduce_scatter(world=4, dtype=torch.bfloat16, transposed=(False, True), bias
     a, b = (x.t().contiguous().t() if flag else x for x, flag in zip((a, b), transposed, strict=True))
     extra = torch.empty(1024, dtype=dtype) if bias else None
     deterministic = options.get("deterministic", False)
-    call = check(world, a, b, options.get("op", "sum"), extra, deterministic, options.get("out"), 0)
-    fused(fabric, call, a, b, extra, plan or choose(fabric, call, a.device, None).plan)
+    like = Like.of(a), Like.of(b), options.get("op", "sum"), Like.of(extra)
+    call, route = settle(Site.of(fabric), *like, deterministic, options.get("out"), plan, 0)
+    fused(fabric, call, a, b, extra, route.plan)
     return fabric.reports[0]
 
 

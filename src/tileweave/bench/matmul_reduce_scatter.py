@@ -24,7 +24,7 @@ from tileweave.fabric.base import Channel
 from tileweave.fabric.variants import load
 from tileweave.fabric.virtual import Launch, VirtualFabric, VirtualWorld, launch_all
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
-from tileweave.ops.matmul_reduce_scatter.check import check
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
 from tileweave.planner import Plan, Problem, plan_for
 
@@ -63,7 +63,8 @@ def record(world, a, b, alone: bool, plan: Plan, **options):
     def rank_program(rank, group):
         fabric = Recorder(group.world.fabric(rank), alone)
         deterministic = options.get("deterministic", False)
-        call = check(fabric.world_size, a[rank], b[rank], "sum", None, deterministic, None, 0)
+        like = Like.of(a[rank]), Like.of(b[rank]), "sum", None
+        call, _ = settle(Site.of(fabric), *like, deterministic, None, plan, 0)
         out = fused(fabric, call, a[rank], b[rank], None, plan)
         return fabric.kept[0], out, torch.cuda.current_stream()
 

@@ -47,6 +47,7 @@ class Plan:
     _json: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tile", tuple(self.tile))
         # Written here once, as torch.compile cannot trace the encoder, but it can read, and guard, a string.
         object.__setattr__(self, "_json", json.dumps(self.to_dict()))
 

@@ -1,6 +1,12 @@
-"""matmul_reduce_scatter: its contract, and the path of a call, which is decided before anything is launched."""
+"""matmul_reduce_scatter: its contract, and the path of a call, which is decided before anything is launched.
+
+What decides is plain values: `Like` for a tensor, `Site` for a fabric. So a decision is made once and then found again,
+and all ranks come to the same one: a rank's strides or addresses have no part in it.
+"""
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +19,39 @@ DTYPES = (torch.bfloat16, torch.float16)
 REDUCTIONS = ("sum", "avg")
 
 
+class Like(NamedTuple):
+    """What the contract says of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: torch.Tensor | None) -> "Like | None":
+        """That of a tensor; None of None."""
+        return None if x is None else cls(x.shape, x.dtype, x.device)
+
+    @classmethod
+    def autocast(cls, x: torch.Tensor | None) -> "Like | None":
+        """That of a tensor as it reaches the operator."""
+        return None if x is None else cls(x.shape, operand_dtype(x), x.device)
+
+
+class Site(NamedTuple):
+    """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`."""
+
+    backend: str
+    world: int
+    sms: int
+    device: torch.device
+    refusal: str | None
+
+    @classmethod
+    def of(cls, fabric: Fabric) -> "Site":
+        """That of a fabric."""
+        return cls(fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal())
+
+
 @dataclass(frozen=True)
 class Call:
     """A call that keeps the contract. m, n: the full product; k: this rank's inner size; rows: m / world.
@@ -22,6 +61,9 @@ class Call:
     max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has.
     """
 
+    dtype: torch.dtype
+    bias: bool
+
     op: str
     deterministic: bool
     out_dtype: torch.dtype
@@ -30,6 +72,23 @@ class Call:
     k: int
     rows: int
     max_sms: int
+
+
+class Agreement(NamedTuple):
+    """What of a call all ranks must agree on."""
+
+    call: Call
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        c, plan = self.call, "no fused kernel"
+        if self.plan is not None:
+            tile = "x".join(map(str, self.plan.tile))
+            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
+        return (
+            f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {c.dtype} -> {c.out_dtype}, op={c.op!r}, bias={c.bias}, "
+            f"deterministic={c.deterministic}, max_sms={c.max_sms or None}, {plan}"
+        )
 
 
 def check_kinds(a, b, op, bias, out_dtype, plan, max_sms) -> None:
@@ -58,18 +117,18 @@ def operand_dtype(x: torch.Tensor) -> torch.dtype:
     return x.dtype
 
 
-def check(world: int, a, b, op, bias, deterministic, out_dtype, max_sms) -> Call:
+def check(world: int, a: Like, b: Like, op, bias: Like | None, deterministic, out_dtype, max_sms) -> Call:
     """Hold the operator's arguments to the contract, in a group of `world` ranks; ValueError if they break it."""
-    if a.dim() != 2 or b.dim() != 2:
+    if len(a.shape) != 2 or len(b.shape) != 2:
         raise ValueError(
             f"{NAME}: a and b must be matrices [M, K] and [K, N], got shapes {list(a.shape)} and {list(b.shape)}"
         )
     (m, k), (k_b, n) = a.shape, b.shape
-    dtype = operand_dtype(a)
+    dtype = a.dtype
     if k != k_b:
         raise ValueError(f"{NAME}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
-    if dtype not in DTYPES or operand_dtype(b) != dtype:
-        raise ValueError(f"{NAME}: a and b must both be bfloat16 or both float16, got {dtype} and {operand_dtype(b)}")
+    if dtype not in DTYPES or b.dtype != dtype:
+        raise ValueError(f"{NAME}: a and b must both be bfloat16 or both float16, got {dtype} and {b.dtype}")
     if b.device != a.device:
         raise ValueError(f"{NAME}: a is on {a.device} and b on {b.device}: they must be on one device")
     if m % world:
@@ -77,48 +136,56 @@ def check(world: int, a, b, op, bias, deterministic, out_dtype, max_sms) -> Call
         raise ValueError(f"{NAME}: a has {m} rows, not divisible by the world size {world}; {near} would be")
     if op not in REDUCTIONS:
         raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
-    if bias is not None and (
-        bias.dim() != 1 or bias.shape[0] != n or operand_dtype(bias) != dtype or bias.device != a.device
-    ):
+    if bias is not None and (tuple(bias.shape) != (n,) or bias.dtype != dtype or bias.device != a.device):
         raise ValueError(
             f"{NAME}: bias must be [{n}] of {dtype} on {a.device}, "
-            f"got {list(bias.shape)} of {operand_dtype(bias)} on {bias.device}"
+            f"got {list(bias.shape)} of {bias.dtype} on {bias.device}"
         )
     if out_dtype not in (None, dtype, torch.float32):
         raise ValueError(f"{NAME}: out_dtype must be {dtype} or torch.float32, got {out_dtype}")
     if max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    return Call(op, deterministic or world == 2, out_dtype or dtype, m, n, k, m // world, max_sms)
+    return Call(
+        dtype, bias is not None, op, deterministic or world == 2, out_dtype or dtype, m, n, k, m // world, max_sms
+    )
 
 
-def choose(fabric: Fabric, call: Call, device: torch.device, plan: Plan | None) -> Route:
-    """The path of a call. Decided from what all ranks share, never from one rank's strides, so that they agree."""
-    refusal = fabric.refusal() or unaddressable(call)
-    if refusal is None and device.type != fabric.device.type:
-        refusal = f"a is on {device}, the ranks of this world are on {fabric.device}"
+@lru_cache(maxsize=4096)
+def settle(
+    site: Site, a: Like, b: Like, op, bias: Like | None, deterministic, out_dtype, plan: Plan | None, max_sms
+) -> tuple[Call, Route]:
+    """`check`, then `choose`; remembered."""
+    call = check(site.world, a, b, op, bias, deterministic, out_dtype, max_sms)
+    return call, choose(site, call, a.device, plan)
+
+
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan."""
+    refusal = site.refusal or unaddressable(call)
+    if refusal is None and device.type != site.device.type:
+        refusal = f"a is on {device}, the ranks of this world are on {site.device}"
     problem = Problem(
         call.m,
         call.n,
         call.k,
-        fabric.world_size,
+        site.world,
         call.out_dtype.itemsize,
-        usable_sms(fabric, call),
+        usable_sms(max(site.sms, 1), call),
         call.deterministic,
-        linked=fabric.backend == "processes",
+        linked=site.backend == "processes",
     )
     if plan is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
         return Route(NAME, "fallback", False, f"{refusal}: torch.matmul, then the group's reduce-scatter")
     if call.rows == 0 or call.n == 0:
-        return Route(NAME, fabric.backend, False, "the result is empty: nothing to launch")
+        return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     plan = plan or plan_for(problem)
-    return Route(NAME, fabric.backend, True, plan.reason, plan)
+    return Route(NAME, site.backend, True, plan.reason, plan)
 
 
-def usable_sms(fabric: Fabric, call: Call) -> int:
-    """SMs that the kernel may use on this rank, at least 1 also where there are no kernels."""
-    sms = max(fabric.sms, 1)
+def usable_sms(sms: int, call: Call) -> int:
+    """How many of a rank's `sms` the kernel may use."""
     return min(sms, call.max_sms) if call.max_sms else sms
 
 

@@ -76,7 +76,7 @@ def fused(
         call.op == "avg",
     )
     tiles = -(-call.rows // bm) * -(-call.n // bn) * world
-    fabric.launch(matmul_reduce_scatter_kernel, min(usable_sms(fabric, call), tiles), args, num_warps=WARPS)
+    fabric.launch(matmul_reduce_scatter_kernel, min(usable_sms(fabric.sms, call), tiles), args, num_warps=WARPS)
     return out
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from tileweave.fabric import fabric_of, group_name
-from tileweave.ops.matmul_reduce_scatter.check import check, check_kinds, choose
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site, check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.operator import OPERATOR
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
@@ -71,9 +71,8 @@ def route(
 ) -> Route:
     """What `matmul_reduce_scatter` would do with these arguments; launches nothing, raises what it would raise."""
     check_kinds(a, b, op, bias, out_dtype, plan, max_sms)
-    fabric = fabric_of(group, a.device)
-    call = check(fabric.world_size, a, b, op, bias, _resolve(deterministic), out_dtype, max_sms or 0)
-    return choose(fabric, call, a.device, plan)
+    site, a, b, bias = Site.of(fabric_of(group, a.device)), Like.autocast(a), Like.autocast(b), Like.autocast(bias)
+    return settle(site, a, b, op, bias, _resolve(deterministic), out_dtype, plan, max_sms or 0)[1]
 
 
 def _resolve(deterministic: bool | None) -> bool:

@@ -13,13 +13,12 @@ gradients on all. G is gathered in the dtype of a; products and sums are accumul
 """
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.library import LIBRARY, TAGS, all_gather_rows
-from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, check, choose, operand_dtype
+from tileweave.ops.matmul_reduce_scatter.check import NAME, Agreement, Like, Site, check, operand_dtype, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.planner import Plan
 
@@ -32,32 +31,14 @@ OPERATOR = torch.ops.tileweave.matmul_reduce_scatter.default
 _plan = lru_cache(Plan.from_json)
 
 
-class Agreement(NamedTuple):
-    """What of a call all ranks must agree on; made on every call, worded only where they do not."""
-
-    call: Call
-    dtype: torch.dtype
-    bias: bool
-    plan: Plan | None
-
-    def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel"
-        if self.plan is not None:
-            tile = "x".join(map(str, self.plan.tile))
-            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
-        return (
-            f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {self.dtype} -> {c.out_dtype}, op={c.op!r}, bias={self.bias}, "
-            f"deterministic={c.deterministic}, max_sms={c.max_sms or None}, {plan}"
-        )
-
-
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
     """Check, choose the path, compute."""
     fabric = named_fabric(group_name, a.device)
-    call = check(fabric.world_size, a, b, op, bias, deterministic, out_dtype, max_sms)
-    route = choose(fabric, call, a.device, _plan(plan) if plan else None)
-    fabric.agree(Agreement(call, a.dtype, bias is not None, route.plan))
+    like = Like.of(a), Like.of(b), op, Like.of(bias)
+    call, route = settle(Site.of(fabric), *like, deterministic, out_dtype, _plan(plan) if plan else None, max_sms)
+    if fabric.debug:
+        fabric.agree(Agreement(call, route.plan))
     if call.rows == 0 or call.n == 0:
         return torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     if route.plan is None:
@@ -68,33 +49,52 @@ def _run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
 @torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
 def _fake(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
     """The result's shape and dtype; the contract is checked here too, the plan is not."""
-    call = check(group_size(group_name), a, b, op, bias, deterministic, out_dtype, max_sms)
+    like = Like.of(a), Like.of(b), op, Like.of(bias)
+    call = check(group_size(group_name), *like, deterministic, out_dtype, max_sms)
     return a.new_empty(call.rows, call.n, dtype=call.out_dtype)
 
 
-def _setup_context(ctx, inputs, output):
-    """Keep what the gradients need, and no more."""
-    a, b, ctx.group_name, ctx.op, *_ = inputs
-    ctx.dtype = a.dtype
-    ctx.save_for_backward(a if ctx.needs_input_grad[1] else None, b if ctx.needs_input_grad[0] else None)
+class _Gradients(torch.autograd.Function):
+    """A call whose gradients will be asked for."""
+
+    @staticmethod
+    def forward(ctx, keys, a, b, group_name, op, bias, *options):
+        """Keep what the gradients need, and no more; then compute."""
+        _, needs_a, needs_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
+        ctx.group_name, ctx.op, ctx.dtype = group_name, op, a.dtype
+        return _below_autograd(keys, a, b, group_name, op, bias, *options)
+
+    @staticmethod
+    def backward(ctx, grad):
+        """The gradients of a, b and bias; None for whatever needs none."""
+        a, b = ctx.saved_tensors
+        _, needs_a, needs_b, _, _, needs_bias, *_ = ctx.needs_input_grad
+        grad_a = grad_b = grad_bias = None
+        if needs_bias:
+            grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.dtype)
+        if needs_a or needs_b:
+            scale = 1 / group_size(ctx.group_name) if ctx.op == "avg" else 1
+            gathered = all_gather_rows((grad * scale).to(ctx.dtype), ctx.group_name)
+            grad_a = gathered @ b.t() if needs_a else None
+            grad_b = a.t() @ gathered if needs_b else None
+        return None, grad_a, grad_b, None, None, grad_bias, None, None, None, None
 
 
-def _backward(ctx, grad):
-    """The gradients of a, b and bias; None for whatever needs none."""
-    a, b = ctx.saved_tensors
-    needs_a, needs_b, _, _, needs_bias, *_ = ctx.needs_input_grad
-    grad_a = grad_b = grad_bias = None
-    if needs_bias:
-        grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.dtype)
-    if needs_a or needs_b:
-        scale = 1 / group_size(ctx.group_name) if ctx.op == "avg" else 1
-        gathered = all_gather_rows((grad * scale).to(ctx.dtype), ctx.group_name)
-        grad_a = gathered @ b.t() if needs_a else None
-        grad_b = a.t() @ gathered if needs_b else None
-    return grad_a, grad_b, None, None, grad_bias, None, None, None, None
+def _below_autograd(keys, *args):
+    """Go on to what comes after autograd: a tracer, or the implementation."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPERATOR.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-torch.library.register_autograd(f"tileweave::{NAME}", _backward, setup_context=_setup_context, lib=LIBRARY)
+def _autograd(keys, a, b, group_name, op, bias, *options):
+    """What torch.library.register_autograd does, but that takes 5 microseconds a call, and 35 with gradients."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Gradients.apply(keys, a, b, group_name, op, bias, *options)
+    return _below_autograd(keys, a, b, group_name, op, bias, *options)
+
+
+LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)
 
 
 def _register_autocast(device: str) -> None:
