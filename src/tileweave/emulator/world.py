@@ -25,6 +25,7 @@ from tileweave.emulator.rebuild import rebuilt, translate
 from tileweave.emulator.views import Descriptor, Multicast, Pointer, region_of
 
 _COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
+_MEMORIES_KEPT = 256  # storages that keep their regions over a meeting, for the next launch
 _STARVED_TURN = 0.002  # how often a starved agent runs although others could
 
 
@@ -85,6 +86,7 @@ class World:
         self._ops: list = []
         self._held: list = []
         self.parts: list[Partition] = []
+        self._parts_limit = 256
         self.hosts: list[Host] = []
         self._running: list[CTA] = []
         self._meeting: list[Host] = []
@@ -186,7 +188,9 @@ class World:
         return Past(tuple(self._launches), {})
 
     def forget(self) -> None:
-        """All that happened so far happens before all to come: no history is needed."""
+        """All that happened so far happens before all to come: no history is needed, and no tensor need be kept."""
+        if len(self._memories) > _MEMORIES_KEPT:
+            self._memories.clear()
         for memory in self._memories.values():
             memory.forget()
 
@@ -318,8 +322,9 @@ class World:
 
     def register(self, part: Partition) -> int:
         """Enter a partition; returns its serial number."""
-        if len(self.parts) > 1024:
+        if len(self.parts) > self._parts_limit:
             self.parts = [p for p in self.parts if not p.dead]
+            self._parts_limit = 2 * len(self.parts) + 256
         self.parts.append(part)
         return self.next_serial()
 
