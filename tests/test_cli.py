@@ -136,6 +136,13 @@ class TestRun:
         report = json.loads(ran.stdout)
         assert (report["backend"], report["ok"]) == ("virtual", True)
 
+    @pytest.mark.multigpu
+    def test_several_gpus_run_a_process_each(self):
+        ran = start("-m", "tileweave", "run", OP, "--json")
+        assert ran.returncode == 0, ran.stderr
+        report = json.loads(ran.stdout)
+        assert (report["backend"], report["ranks"], report["ok"]) == ("processes", torch.cuda.device_count(), True)
+
 
 class TestWithoutTriton:
     """macOS and Windows have none; here it is hidden."""
@@ -209,31 +216,6 @@ class TestProblem:
         assert job.needs_processes(2, "auto")
         assert not job.needs_processes(4, "auto")  # more ranks than GPUs: virtual ranks on one
         assert not job.needs_processes(2, "cpu")
-
-
-class TestDoctor:
-    def test_json(self, capsys):
-        assert main(["doctor", "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["backends"].keys() == {"emulated", "virtual", "processes", "fallback"}
-        assert found["backends"]["emulated"]["works"]
-        assert all(state["reason"] for state in found["backends"].values())
-        assert found["torch"].startswith(torch.__version__)
-        assert len(found["peer_access"]) == len(found["gpus"])
-
-    @pytest.mark.parametrize(("name", "value"), [("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")])
-    def test_the_environment_may_forbid_multicast(self, monkeypatch, capsys, name, value):
-        monkeypatch.setenv(name, value)
-        assert main(["doctor", "--json"]) == 0
-        multicast = json.loads(capsys.readouterr().out)["multicast"]
-        assert multicast["allowed"] is False
-        assert name in multicast["reason"]
-
-    def test_text(self, capsys):
-        assert main(["doctor"]) == 0
-        text = capsys.readouterr().out
-        assert tileweave.__version__ in text
-        assert all(name in text for name in ("python", "torch", "emulated", "virtual"))
 
 
 def test_a_bare_command_shows_its_help(capsys):

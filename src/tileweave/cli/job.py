@@ -105,6 +105,7 @@ def _run_in_processes(problem: Problem, device: str) -> dict[str, Any] | None:
         start = time.perf_counter()
         data.run(None)
         _synchronize(place)
+        tileweave.check(None, place)
         dist.barrier()
         seconds = time.perf_counter() - start
         outs = [_gathered(shard, problem) for shard in data.outs]

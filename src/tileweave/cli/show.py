@@ -76,20 +76,72 @@ def facts(console: Console, found: dict[str, Any]) -> None:
         console.print(f"  [cyan]{name:<14}[/] {escape(text)}")
 
     console.print(f"[bold]tileweave {found['version']}[/] on {found['platform']}")
-    for name in ("python", "torch", "triton", "cuda_driver", "cuda_bindings"):
+    for name in ("python", "torch", "triton", "nccl", "cuda_bindings"):
         row(name.replace("_", " "), found[name] or "not there")
+    row("driver", driver_line(found))
     for gpu in found["gpus"]:
         size = f"{gpu['sms']} SMs, {gpu['memory_gib']} GiB"
         row(f"gpu {gpu['index']}", f"{gpu['name']}, compute capability {gpu['capability']}, {size}")
     if not found["gpus"]:
         row("gpus", "none")
     for index, reached in enumerate(found["peer_access"]):
-        peers = [str(peer) for peer, yes in enumerate(reached) if yes and peer != index]
-        row(f"gpu {index} reaches", f"gpu {', '.join(peers)}" if peers else "no other GPU")
-    multicast = found["multicast"]
-    row("multicast", f"{'allowed' if multicast['allowed'] else 'forbidden'}: {multicast['reason']}")
-    console.print("backends")
+        peers = [peer_text(found["peers"], index, peer) for peer, yes in enumerate(reached) if yes and peer != index]
+        row(f"gpu {index} reaches", ", ".join(peers) or "no other GPU")
+    row("nvlink", links_line(found["links"]))
+    row("memory handles", handles_line(found["handles"]))
+    row("multicast", multicast_line(found["multicast"]))
+    console.print("worlds")
     for name, state in found["backends"].items():
         row(name, f"{'yes' if state['works'] else 'no':<3}  {state['reason']}")
     for advice in found["advice"]:
         console.print(f"to do: {escape(advice)}")
+
+
+def driver_line(found: dict[str, Any]) -> str:
+    """The driver's version and the CUDA that it supports."""
+    if found["cuda_driver"] is None:
+        return "not there"
+    driver = found["driver"]
+    return f"{driver['version'] or unknown(driver)}, supports {found['cuda_driver']}"
+
+
+def peer_text(peers: dict[str, Any], gpu: int, peer: int) -> str:
+    """A GPU that another one reaches, and what the driver says of the link between them."""
+    if peers["why"]:
+        return f"gpu {peer} (link {unknown(peers)})"
+    atomics = "native atomics" if peers["native_atomics"][gpu][peer] else "no native atomics"
+    return f"gpu {peer} ({atomics}, performance rank {peers['performance_rank'][gpu][peer]})"
+
+
+def links_line(links: dict[str, Any]) -> str:
+    """Active NVLink links of each GPU and what they carry."""
+    if links["why"]:
+        return unknown(links)
+    each = enumerate(zip(links["nvlinks"], links["gb_per_s"], strict=True))
+    return "; ".join(f"gpu {gpu}: {count} links, {speed:g} GB/s each way" for gpu, (count, speed) in each)
+
+
+def handles_line(handles: dict[str, Any]) -> str:
+    """As what the GPUs' memory can be exported to other processes."""
+    if handles["why"]:
+        return unknown(handles)
+    return f"file descriptor: {of_all(handles['posix_fd'])}; fabric handle: {of_all(handles['fabric'])}, not needed"
+
+
+def multicast_line(multicast: dict[str, Any]) -> str:
+    """Whether NVLink multicast is offered, and whether it is allowed."""
+    offered = unknown(multicast) if multicast["why"] else of_all(multicast["offered"])
+    allowed = "yes" if multicast["allowed"] else "no"
+    return f"offered: {offered}; allowed: {allowed}, {multicast['reason']}; no op uses it yet"
+
+
+def of_all(each: list[bool]) -> str:
+    """yes, no, or which GPUs do."""
+    if len(set(each)) == 1:
+        return "yes" if each[0] else "no"
+    return f"only gpu {', '.join(str(gpu) for gpu, yes in enumerate(each) if yes)}"
+
+
+def unknown(fact: dict[str, Any]) -> str:
+    """For a fact that could not be read: why."""
+    return f"unknown: {fact['why']}"
