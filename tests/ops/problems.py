@@ -43,3 +43,36 @@ def run_calls(world, calls, **options):
 
     by_rank = world.run(rank_program)
     return list(zip(*by_rank, strict=True))
+
+
+def leaves(tensors):
+    """The same values as leaves that require gradients; strides are kept."""
+    return [x.detach().requires_grad_() for x in tensors]
+
+
+def true_gradients(a, b, bias, weights, op="sum"):
+    """Float32 gradients of (reference * weights).sum(): of each a, each b, and per rank of bias."""
+    world = len(a)
+    a, b = leaves(x.float() for x in a), leaves(x.float() for x in b)
+    (reference(a, b, op) * weights.float()).sum().backward()
+    return [x.grad for x in a], [x.grad for x in b], [rows.float().sum(0) for rows in weights.chunk(world)]
+
+
+def gradients(world, a, b, bias, weights, *, call=tw.matmul_reduce_scatter, **options):
+    """Forward and backward of `call` on every rank of `world`; the gradients as `true_gradients` gives them."""
+
+    def rank_program(rank, group):
+        inputs = leaves([a[rank], b[rank], bias])
+        out = call(*inputs[:2], group, bias=inputs[2], **options)
+        out.backward(weights.chunk(len(a))[rank] if out.numel() else torch.zeros_like(out))
+        return [x.grad for x in inputs]
+
+    return list(zip(*world.run(rank_program), strict=True))
+
+
+def assert_gradients(got, truth, dtype, world):
+    """Gradients of all ranks are near the true ones and of `dtype`."""
+    for mine, true in zip(got, truth, strict=True):
+        for x, y in zip(mine, true, strict=True):
+            assert x.dtype == dtype and x.shape == y.shape
+            assert relative_error(x, y) <= tolerance(dtype, world, True)

@@ -5,47 +5,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
-from tests.ops.problems import operands
+from tests.ops.problems import assert_gradients, gradients, leaves, operands, true_gradients
 from tileweave import Plan
 from tileweave.fabric import fabric_of
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 
 SMALL = Plan(tile=(128, 64, 64), stages=2)
-
-
-def leaves(tensors):
-    """The same values as leaves that require gradients; strides are kept."""
-    return [x.detach().requires_grad_() for x in tensors]
-
-
-def true_gradients(a, b, bias, weights, op="sum"):
-    """Float32 gradients of (reference * weights).sum(): of each a, each b, and per rank of bias."""
-    world = len(a)
-    a, b = leaves(x.float() for x in a), leaves(x.float() for x in b)
-    (reference(a, b, op) * weights.float()).sum().backward()
-    of_bias = None if bias is None else [rows.float().sum(0) for rows in weights.chunk(world)]
-    return [x.grad for x in a], [x.grad for x in b], of_bias
-
-
-def backward(w, a, b, bias, weights, **options):
-    """Run forward and backward on every rank of world `w`; the gradients as `true_gradients` gives them."""
-    size = len(a)
-
-    def rank_program(rank, group):
-        x, y = leaves([a[rank], b[rank]])
-        z = None if bias is None else bias.detach().requires_grad_()
-        out = tw.matmul_reduce_scatter(x, y, group, bias=z, plan=SMALL, **options)
-        out.backward(weights.chunk(size)[rank] if out.numel() else torch.zeros_like(out))
-        return x.grad, y.grad, None if z is None else z.grad
-
-    of_a, of_b, of_bias = zip(*w.run(rank_program), strict=True)
-    return of_a, of_b, None if bias is None else of_bias
-
-
-def assert_near(got, truth, dtype, world):
-    for x, y in zip(got, truth, strict=True):
-        assert x.dtype == dtype and x.shape == y.shape
-        assert relative_error(x, y) <= tolerance(dtype, world, True)
 
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
@@ -56,9 +21,8 @@ def test_gradients(world, m, n, k, dtype, out_dtype, op):
     a, b, bias = operands(world, m, n, k, seed=1, dtype=dtype, bias=True)
     weights = torch.randn(m, n, generator=torch.Generator().manual_seed(2)).to(out_dtype or dtype)
     with tw.virtual_world(world, device="cpu", sms=2) as w:
-        got = backward(w, a, b, bias, weights, op=op, out_dtype=out_dtype)
-    for mine, true in zip(got, true_gradients(a, b, bias, weights, op), strict=True):
-        assert_near(mine, true, dtype, world)
+        got = gradients(w, a, b, bias, weights, op=op, out_dtype=out_dtype, plan=SMALL)
+    assert_gradients(got, true_gradients(a, b, bias, weights, op), dtype, world)
 
 
 @pytest.mark.parametrize("a_t, b_t", [(False, False), (True, True), (True, False)])
@@ -66,9 +30,8 @@ def test_either_stride_order_and_gradients_that_are_not_contiguous(a_t, b_t):
     a, b, bias = operands(2, 48, 24, 40, seed=3, a_t=a_t, b_t=b_t, bias=True)
     for weights in (torch.randn(24, 48).bfloat16().t(), torch.ones(()).bfloat16().expand(48, 24)):
         with tw.virtual_world(2, device="cpu", sms=2) as w:
-            got = backward(w, a, b, bias, weights)
-        for mine, true in zip(got, true_gradients(a, b, bias, weights), strict=True):
-            assert_near(mine, true, torch.bfloat16, 2)
+            got = gradients(w, a, b, bias, weights)
+        assert_gradients(got, true_gradients(a, b, bias, weights), torch.bfloat16, 2)
 
 
 @pytest.mark.parametrize("m, n, k", [(0, 16, 8), (4, 0, 8), (4, 16, 0), (0, 0, 0), (2, 1, 1)])
@@ -76,9 +39,8 @@ def test_empty_and_single_sizes(m, n, k):
     a, b, bias = operands(2, m, n, k, seed=4, bias=True)
     weights = torch.randn(m, n).bfloat16()
     with tw.virtual_world(2, device="cpu", sms=2) as w:
-        got = backward(w, a, b, bias, weights)
-    for mine, true in zip(got, true_gradients(a, b, bias, weights), strict=True):
-        assert_near(mine, true, torch.bfloat16, 2)
+        got = gradients(w, a, b, bias, weights)
+    assert_gradients(got, true_gradients(a, b, bias, weights), torch.bfloat16, 2)
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
