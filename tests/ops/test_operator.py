@@ -13,7 +13,7 @@ import tileweave as tw
 from tests.fabric.test_distributed import start
 from tests.ops.problems import assert_right, operands
 from tileweave import Plan
-from tileweave.fabric import group_name, named_fabric
+from tileweave.fabric import group_name, group_size, named_fabric
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 
 OPERATOR = torch.ops.tileweave.matmul_reduce_scatter.default
@@ -81,9 +81,10 @@ def test_names_of_groups():
         groups = w.run(lambda rank, group: group)
         names = [{group.group_name for group in world.run(lambda rank, group: group)} for world in (w, other)]
         assert len(names[0]) == len(names[1]) == 1 and names[0] != names[1]  # one a world
+        assert {group_size(name) for each in names for name in each} == {2}
 
         def rank_program(rank, group):
-            assert named_fabric(group.group_name, torch.device("cpu")).rank == rank
+            assert named_fabric(group_name(group), torch.device("cpu")).rank == rank
             with pytest.raises(ValueError, match=f"of rank {rank}, got that of rank {1 - rank}"):
                 group_name(groups[1 - rank])
             with pytest.raises(RuntimeError, match="no rank of that world"):
@@ -97,8 +98,14 @@ def test_names_of_groups():
 def test_the_name_of_a_world_that_is_gone():
     name = tw.virtual_world(2, device="cpu").name
     gc.collect()
-    with pytest.raises(RuntimeError, match=name):
+    with pytest.raises(RuntimeError, match=name.removeprefix("2:")):
         named_fabric(name, torch.device("cpu"))
+
+
+def test_what_is_no_name_of_a_group():
+    for name in ("0", "", "four:0"):
+        with pytest.raises(ValueError, match=r"group_name: expected what group_name gives, such as '4:0'"):
+            named_fabric(name, torch.device("cpu"))
 
 
 def step(x, y, z, group, plan=None, **options):

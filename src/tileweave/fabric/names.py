@@ -1,5 +1,9 @@
 """Names of groups: what a registered operator's schema can hold in place of a group.
 
+A name is "SIZE:NAME", for instance "4:0": the number of ranks and, for a process group, torch.distributed's own name.
+The size has to be in it, because torch.compile keeps compiled graphs on disk by what they say, and the shape of a
+result depends on it; the group called "0" has another size in the next job.
+
 `group_name` is written so that torch.compile can trace it: a compiled function is guarded by the thread's world and
 the group's name, hence shared by all ranks of a virtual world and compiled anew for another world.
 """
@@ -11,10 +15,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from tileweave.fabric.world import VirtualGroup, World, current_group, find_world
+from tileweave.fabric.world import VirtualGroup, current_group, find_world
 
 Group: TypeAlias = VirtualGroup | dist.ProcessGroup | DeviceMesh | None
-ALONE = "tileweave:alone"  # a process without any group
+ALONE = "1:tileweave:alone"  # a process without any group
 
 
 def default_group() -> VirtualGroup | dist.ProcessGroup | None:
@@ -58,7 +62,9 @@ def group_name(group: Group) -> str:
     group = resolve_group(group)
     if group is None:
         return ALONE
-    if isinstance(group, VirtualGroup) and not torch.compiler.is_compiling():
+    if not isinstance(group, VirtualGroup):
+        return f"{group.size()}:{group.group_name}"
+    if not torch.compiler.is_compiling():
         mine = current_group()
         if mine is not None and mine.world is group.world and mine.rank != group.rank:
             raise ValueError(f"group: expected this thread's, of rank {mine.rank}, got that of rank {group.rank}")
@@ -68,14 +74,18 @@ def group_name(group: Group) -> str:
 def named_group(name: str) -> VirtualGroup | dist.ProcessGroup | None:
     """The group of a name, seen from this thread; None for a world of one.
 
-    RuntimeError if the name is unknown (its world or process group is gone), or if it is a virtual world that this
-    thread is no rank of: a name says nothing of the rank, which is the thread's.
+    ValueError if it is no name of a group; RuntimeError if its world or process group is gone, has another size, or is
+    a virtual world that this thread is no rank of: a name says nothing of the rank, which is the thread's.
     """
     if name == ALONE:
         return None
     world = find_world(name)
     if world is None:
-        return _process_group(name)
+        size, pure = group_size(name), name.partition(":")[2]
+        group: dist.ProcessGroup = _resolve_process_group(pure)  # type: ignore[arg-type]  # GroupName, another str
+        if group.size() != size:
+            raise RuntimeError(f"group: the process group {pure!r} has {group.size()} ranks, not {size} as in {name!r}")
+        return group
     mine = current_group()
     if mine is None or mine.world is not world:
         raise RuntimeError(
@@ -86,12 +96,8 @@ def named_group(name: str) -> VirtualGroup | dist.ProcessGroup | None:
 
 
 def group_size(name: str) -> int:
-    """The number of ranks of a group. RuntimeError if the name is unknown."""
-    if name == ALONE:
-        return 1
-    group = find_world(name) or _process_group(name)
-    return group.size if isinstance(group, World) else group.size()
-
-
-def _process_group(name: str) -> dist.ProcessGroup:
-    return _resolve_process_group(name)  # type: ignore[arg-type]  # GroupName, a str by another name
+    """The number of ranks of the group of this name; ValueError if it is no name of a group."""
+    size, colon, _ = name.partition(":")
+    if not colon or not size.isdecimal():
+        raise ValueError(f"group_name: expected what group_name gives, such as '4:0', got {name!r}")
+    return int(size)

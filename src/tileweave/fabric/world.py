@@ -30,7 +30,7 @@ class VirtualGroup:
 
     @property
     def group_name(self) -> str:
-        """Name of the world, the same for all its ranks; `find_world` knows it."""
+        """Name of the world, the same for all its ranks; `find_world` knows it. torch.compile can read it."""
         return self.world.name
 
     def size(self) -> int:
@@ -59,7 +59,7 @@ class World(ABC):
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         self.size, self.device, self.sms, self.timeout = size, device, sms, timeout
         self.workspace = Workspace(size, device, int(timeout * 1e9))
-        self.name = f"tileweave:world:{next(_numbers)}"
+        self.name = f"{size}:tileweave:world:{next(_numbers)}"  # what names are: tileweave.fabric.names
         _worlds[self.name] = self
         self._running = threading.Lock()
         self._closed = False

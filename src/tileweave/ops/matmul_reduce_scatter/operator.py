@@ -88,7 +88,7 @@ def _below_autograd(keys, *args):
 
 
 def _autograd(keys, a, b, group_name, op, bias, *options):
-    """What torch.library.register_autograd does, but that takes 5 microseconds a call, and 35 with gradients."""
+    """As torch.library.register_autograd, which takes 2 microseconds a call more, and 25 where gradients are kept."""
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
         return _Gradients.apply(keys, a, b, group_name, op, bias, *options)
     return _below_autograd(keys, a, b, group_name, op, bias, *options)
