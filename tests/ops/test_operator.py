@@ -244,3 +244,18 @@ def processes_body(rank):
 
 def test_gradients_and_compiled_functions_between_processes(tmp_path):
     start(tmp_path, processes_body)
+
+
+def test_plans_survive_json():
+    for plan in (SMALL, Plan(tile=[128, 64, 64], predicted_us=1.5, reason='because "it" is\n the best')):
+        assert Plan.from_json(plan.to_json()) == plan and isinstance(plan.tile, tuple)
+
+
+def test_inference_mode_and_no_grad():
+    a, b, bias = operands(2, 32, 24, 16, seed=1, bias=True)
+    weights = [x.requires_grad_() for x in b]
+    for mode in (torch.inference_mode, torch.no_grad):
+        with tw.virtual_world(2, device="cpu") as w, mode():
+            outs = w.run(lambda rank, group: tw.matmul_reduce_scatter(a[rank], weights[rank], group, bias=bias))
+        assert not outs[0].requires_grad
+        assert_right(outs, a, [x.detach() for x in b], bias=bias)

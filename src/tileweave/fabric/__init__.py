@@ -45,9 +45,7 @@ def _fabric(group: VirtualGroup | dist.ProcessGroup | None, device: torch.device
         return group.world.fabric(group.rank)
     device = _indexed(torch.device("cpu" if device is None else device))
     if group is None:
-        return DistributedFabric(None, device) if cuda_refusal(device) else VirtualFabric(_alone(device), 0)
-    if dist.get_rank(group) < 0:
-        raise ValueError("group: this process is not a member of the group")
+        return _alone(device)
     return DistributedFabric(group, device) if device.type == "cpu" else ProcessFabric.of(group, device)
 
 
@@ -125,6 +123,8 @@ def _indexed(device: torch.device) -> torch.device:
 
 
 @cache
-def _alone(device: torch.device) -> VirtualWorld:
-    """The world of a process without a process group: one rank, which has the whole GPU."""
-    return VirtualWorld(1, device, sms_per_rank(1, device, None), 60.0)
+def _alone(device: torch.device) -> Fabric:
+    """The fabric of a process without a process group: one rank, which has the whole GPU."""
+    if cuda_refusal(device):
+        return DistributedFabric(None, device)
+    return VirtualFabric(VirtualWorld(1, device, sms_per_rank(1, device, None), 60.0), 0)

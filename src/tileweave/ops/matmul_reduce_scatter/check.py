@@ -93,18 +93,20 @@ class Agreement(NamedTuple):
 
 def check_kinds(a, b, op, bias, out_dtype, plan, max_sms) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    for name, x in (("a", a), ("b", b), ("bias", bias)):
-        if not isinstance(x, torch.Tensor) and not (x is None and name == "bias"):
+    for name, x in (("a", a), ("b", b), ("bias", a if bias is None else bias)):
+        if not isinstance(x, torch.Tensor):
             raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
     if op not in REDUCTIONS:
         raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
-    if not isinstance(out_dtype, torch.dtype | None):
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"{NAME}: out_dtype must be a torch.dtype or None, got {type(out_dtype).__name__}")
-    if not isinstance(plan, Plan | None):
+    if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
-    if not isinstance(max_sms, int | None) or isinstance(max_sms, bool):
+    if max_sms is None:
+        return
+    if not isinstance(max_sms, int) or isinstance(max_sms, bool):
         raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
-    if max_sms is not None and max_sms < 1:
+    if max_sms < 1:
         raise ValueError(f"{NAME}: max_sms must be at least 1, or None for all, got {max_sms}")
 
 
