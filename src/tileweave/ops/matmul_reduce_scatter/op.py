@@ -51,7 +51,9 @@ def matmul_reduce_scatter(
       and the same inputs must require gradients on all. The gradient of `bias` is that of this rank's rows. There are
       no second derivatives.
     - torch.compile traces it without a graph break, whatever the kind of `group`; M may be dynamic.
-    - A CUDA graph can hold it once it has been called with the same shapes (the workspace has its size then).
+    - A CUDA graph can hold it once it has been called with the same arguments but for the data: the workspace has its
+      size then, the kernel is loaded. Call with the largest shapes before the capture: a graph does not outlive a
+      workspace that has to grow.
     - Under torch.autocast float32 operands are cast as those of torch.matmul.
 
     Raises:
