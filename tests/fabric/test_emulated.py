@@ -217,3 +217,12 @@ def test_misuse_of_a_world():
     with pytest.raises(RuntimeError, match="closed"):
         world.run(boxed)
     assert fabrics.virtual_world(1, "cpu").size == 1
+
+
+def test_a_backward_pass_runs_on_its_ranks_own_thread():
+    """On a GPU the engine's one thread for it would wait in the first rank's backward pass for all others."""
+    with virtual_world(2, "cpu") as world:
+        for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+            with mode:
+                assert world.run(lambda rank, group: torch._C._is_multithreading_enabled()) == [False, False]
+    assert torch._C._is_multithreading_enabled()

@@ -80,9 +80,13 @@ class World(ABC):
         def body(rank: int) -> T:
             group = VirtualGroup(self, rank)
             # A backward pass meets the other ranks, so each rank's must run on its own thread: the autograd engine's
-            # one thread for a GPU would wait in the first rank's for all others.
-            own_backward = torch.autograd.set_multithreading_enabled(False)
-            with torch.inference_mode(inference), torch.set_grad_enabled(grad), own_backward, _inside(group):
+            # one thread for a GPU would wait in the first rank's for all others. Set last: the modes before it reset it.
+            with (
+                torch.inference_mode(inference),
+                torch.set_grad_enabled(grad),
+                torch.autograd.set_multithreading_enabled(False),
+                _inside(group),
+            ):
                 return fn(rank, group)
 
         try:
