@@ -55,6 +55,35 @@ def test_a_thousand_replays_with_new_data_between_eager_calls(world, determinist
         assert_right(outs, a, b, deterministic=deterministic)
 
 
+def test_a_graph_outlives_the_growth_of_the_workspace():
+    """A larger eager call after the capture makes new slots; replays go on in the old ones."""
+    a, b, _ = operands(2, 272, 264, 128, seed=0, device="cuda")
+    big = operands(2, 8192, 4096, 64, seed=1, device="cuda")
+
+    def rank_program(rank, group):
+        call = lambda x, y: tw.matmul_reduce_scatter(x[rank], y[rank], group)  # noqa: E731
+        call(a, b)
+        torch.cuda.synchronize()
+        fabric_of(group).rendezvous()
+        graph, out = capture(lambda: call(a, b))
+        large, copies = [], []
+        for _ in range(3):
+            large.append(call(big[0], big[1]))
+            torch.empty(64 << 20, dtype=torch.uint8, device="cuda").fill_(255)  # whoever takes freed memory
+            out.fill_(float("nan"))
+            fabric_of(group).rendezvous()
+            graph.replay()
+            copies.append(out.clone())
+        return large, copies
+
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as w:
+        (large0, copies0), (large1, copies1) = w.run(rank_program)
+    for outs in zip(large0, large1, strict=True):
+        assert_right(outs, big[0], big[1], deterministic=True)
+    for outs in zip(copies0, copies1, strict=True):
+        assert_right(outs, a, b, deterministic=True)
+
+
 def test_a_process_alone_captures_as_usual():
     data = [operands(1, 264, 520, 136, seed=i, device="cuda") for i in range(10)]
     (a,), (b,), _ = operands(1, 264, 520, 136, seed=0, device="cuda")

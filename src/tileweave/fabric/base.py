@@ -55,6 +55,8 @@ class Channel:
     n and m are at least what was asked for; the distance of two ranks' slices is a multiple of 256 bytes.
 
     `views`    what the op has derived from these tensors, for its next calls; gone with them
+    `captured` whether a CUDA graph holds a call that uses them: then they stay as long as the group, also when the
+               channel has grown or been made anew, since a replay may come at any time
     """
 
     op: str
@@ -64,6 +66,7 @@ class Channel:
     staging: torch.Tensor
     timeout_ns: int
     views: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    captured: bool = field(default=False, init=False)
 
 
 class Fabric(ABC):

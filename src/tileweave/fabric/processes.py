@@ -100,8 +100,9 @@ class ProcessFabric(DistributedFabric):
         self._group = weakref.ref(group)  # the fabric must not keep its group alive
         super().__init__(group, device)
         self._ops: dict[str, Memories] = {}
+        self._captured: list[Memories] = []  # outgrown or given up, but some CUDA graph may still be replayed on it
         self._failed: FabricTimeout | None = None
-        self._last: torch.cuda.Stream | None = None
+        self._last: int | None = None  # handle of the stream that has the latest launch
         self._variants = Variants()
         facts = self._gather(_facts(device))
         self._why = self._disagreement(facts)
@@ -112,7 +113,7 @@ class ProcessFabric(DistributedFabric):
             self.sms = sms_per_rank(sharing, device, None)
             self._why = self._try_memory()
         self.backend = "fallback" if self._why else "processes"
-        self._finalizer = weakref.finalize(group, _close, self._ops, device)
+        self._finalizer = weakref.finalize(group, _close, self._ops, self._captured, device)
         if self._why is None:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="tileweave watchdog", daemon=True).start()
 
@@ -132,12 +133,13 @@ class ProcessFabric(DistributedFabric):
         return self._why
 
     def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
-        found = self._ops.get(op)
+        found, capturing = self._ops.get(op), torch.cuda.is_current_stream_capturing()
         if found is not None:
             channel = found.channel
             if adding_bytes <= channel.adding.shape[1] // 2 and staging_bytes <= channel.staging.shape[1] // 2:
+                channel.captured |= capturing
                 return channel
-        if torch.cuda.is_current_stream_capturing():
+        if capturing:
             raise RuntimeError(
                 f"{op}: its workspace must grow, which cannot be captured in a CUDA graph: "
                 "call it once with this shape before the capture (warm up)"
@@ -149,14 +151,18 @@ class ProcessFabric(DistributedFabric):
         self.check_grid(kernel, grid)
         if self._failed is not None:
             self._raise()
-        with torch.cuda.device(self.device):
-            stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
-            compiled = self._variants.get(kernel, grid, args, num_warps)
-            load(compiled, capturing)
-            if self._last is not None and self._last != stream and not capturing:
-                stream.wait_stream(self._last)
+        index = self.device.index
+        if index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.launch(kernel, grid, args, num_warps=num_warps)
+        compiled = self._variants.get(kernel, grid, args, num_warps)
+        stream, capturing = torch._C._cuda_getCurrentRawStream(index), torch.cuda.is_current_stream_capturing()
+        load(compiled, capturing)
+        if stream != self._last and not capturing:
+            if self._last is not None:
+                torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(self._last, device=self.device))
             self._last = stream
-            enqueue(compiled, grid, args, stream.cuda_stream)
+        enqueue(compiled, grid, args, stream)
 
     def check(self) -> None:
         """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain since the last time."""
@@ -167,11 +173,12 @@ class ProcessFabric(DistributedFabric):
 
     def look(self) -> None:
         """Read what the kernels have told the host; touches no GPU."""
-        for op, memories in self._ops.items():
+        for memories in [*self._ops.values(), *self._captured]:
             if self._failed is None and memories.report[0].item():
                 time.sleep(0.01)  # other CTAs may still be writing the same record
                 index, expected, seen, rank = memories.report[1:5].tolist()
-                self._failed = FabricTimeout(op, rank, index, expected, seen)
+                memories.report.zero_()
+                self._failed = FabricTimeout(memories.channel.op, rank, index, expected, seen)
                 log.error("tileweave: %s", self._failed)
 
     def memory(self) -> dict[str, dict[str, int]]:
@@ -188,7 +195,12 @@ class ProcessFabric(DistributedFabric):
         """Raise the timeout, once. The memory is forgotten: the next call, on all ranks, makes it anew."""
         failed, self._failed = self._failed, None
         torch.cuda.synchronize(self.device)
-        _close(self._ops, self.device)
+        for op in list(self._ops):
+            memories = self._ops.pop(op)
+            if memories.channel.captured:
+                self._captured.append(memories)
+            else:
+                memories.close()
         assert failed is not None
         raise failed
 
@@ -204,21 +216,23 @@ class ProcessFabric(DistributedFabric):
         if old is None:
             made = self._make(op, adding_bytes, staging_bytes)
         else:
-            channel = old.channel
             adding = self._larger(old.adding, adding_bytes)
             staging = self._larger(old.staging, staging_bytes)
-            channel = replace(channel, adding=adding.tensor(torch.uint8), staging=staging.tensor(torch.uint8))
+            channel = replace(old.channel, adding=adding.tensor(torch.uint8), staging=staging.tensor(torch.uint8))
             made = replace(old, channel=channel, adding=adding, staging=staging)
+            if old.channel.captured:
+                channel.captured = True  # both have the same flags
+                self._captured.append(old)
+            else:  # all ranks have met, with no work in flight
+                for before, now in ((old.adding, adding), (old.staging, staging)):
+                    if now is not before:
+                        before.close()
         self._ops[op] = made
         return made
 
     def _larger(self, memory: "PeerMemory", slot_bytes: int) -> "PeerMemory":
-        """`memory`, or a larger one in its place."""
-        if 2 * slot_bytes <= memory.stride:
-            return memory
-        new = self._memory(2 * slot_bytes)
-        memory.close()  # all ranks have met in making the new one, with no work in flight
-        return new
+        """`memory`, or a larger one to take its place."""
+        return memory if 2 * slot_bytes <= memory.stride else self._memory(2 * slot_bytes)
 
     def _make(self, op: str, adding_bytes: int, staging_bytes: int) -> Memories:
         """An op's first memory."""
@@ -286,12 +300,15 @@ def _facts(device: torch.device) -> Facts:
     return Facts(refusal, machine, gpu, timeout_seconds(), debug_mode())
 
 
-def _close(ops: dict[str, Memories], device: torch.device) -> None:
-    """Unmap all memory of a group, for instance when it has been destroyed."""
-    if ops:
+def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:
+    """Unmap all memory of a group that has been destroyed."""
+    everything = [*ops.values(), *captured]
+    if everything:
         torch.cuda.synchronize(device)
-    while ops:
-        ops.popitem()[1].close()
+    for memories in everything:
+        memories.close()
+    ops.clear()
+    captured.clear()
 
 
 def _watch(fabric: Callable[[], ProcessFabric | None]) -> None:

@@ -7,30 +7,29 @@ device, hence for a kernel that waits for a peer.
 
 import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
 from tileweave import lang
 
-CONSTEXPR, PLAIN, SPECIALIZED = range(3)
-
 
 class Variants:
     """The compiled variants of kernels on one device. Safe to use from several threads."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Any, list[int]] = {}
+        self._traits: dict[Any, list[Callable[[Any], Hashable]]] = {}
         self._compiled: dict[tuple, Any] = {}
         self._compiling = threading.Lock()
 
     def get(self, kernel: Any, grid: int, args: Sequence[Any], num_warps: int) -> Any:
         """The compiled kernel for these arguments, not necessarily loaded. The kernel's device is the current one."""
-        kinds = self._kinds.get(kernel)
-        if kinds is None:
-            kinds = self._kinds[kernel] = _kinds(kernel)
-        key = (kernel, num_warps, *map(_trait, kinds, args))
+        traits = self._traits.get(kernel)
+        if traits is None:
+            traits = self._traits[kernel] = _traits(kernel)
+        runtime = len(traits)
+        key = (kernel, num_warps, *args[runtime:], *[trait(value) for trait, value in zip(traits, args, strict=False)])
         found = self._compiled.get(key)
         if found is None:
             with self._compiling:  # ranks want the same variants: compile each once
@@ -61,25 +60,27 @@ def enqueue(compiled: Any, grid: int, args: Sequence[Any], stream: int) -> None:
     compiled[(grid, 1, 1)](*args, stream=stream)
 
 
-def _kinds(kernel: Any) -> list[int]:
-    """How Triton treats each parameter of a kernel."""
-    kinds = []
-    for name, parameter in inspect.signature(kernel.fn).parameters.items():
-        if "constexpr" in str(parameter.annotation):
-            kinds.append(CONSTEXPR)
-        else:
-            kinds.append(PLAIN if name in kernel.do_not_specialize else SPECIALIZED)
-    return kinds
+def _traits(kernel: Any) -> list[Callable[[Any], Hashable]]:
+    """For each parameter before the compile-time ones, which come last, what of its argument decides the variant."""
+    traits: list[Callable[[Any], Hashable]] = []
+    parameters = list(inspect.signature(kernel.fn).parameters.items())
+    constexprs = ["constexpr" in str(parameter.annotation) for _, parameter in parameters]
+    if constexprs != sorted(constexprs):
+        raise TypeError(f"{kernel.__name__}: compile-time parameters must come last")
+    for name, _ in parameters[: len(parameters) - sum(constexprs)]:
+        traits.append(_plain if name in kernel.do_not_specialize else _specialized)
+    return traits
 
 
-def _trait(kind: int, value: Any) -> Any:
-    """What of an argument decides the variant."""
-    if kind == CONSTEXPR:
-        return value
+def _plain(value: Any) -> Hashable:
+    """Of what Triton does not specialize: the width of an integer."""
+    return -(2**31) <= value < 2**31 if type(value) is int else _specialized(value)
+
+
+def _specialized(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, lang.TensorDescriptor):
         layout = value.layout
         return value.base.dtype, *value.block_shape, layout.swizzle_byte_width, layout.transposed
-    wide = not -(2**31) <= value < 2**31
-    return wide if kind == PLAIN else (wide, value == 1, value % 16 == 0)
+    return -(2**31) <= value < 2**31, value == 1, value % 16 == 0

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tileweave.fabric.base import Abandoned, Outcome
+from tileweave.fabric.base import Abandoned, Channel, Outcome
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
 from tileweave.fabric.variants import Variants, enqueue, load
@@ -166,6 +166,11 @@ class VirtualFabric(WorldFabric):
         for event, _ in deposits:
             stream.wait_event(event)
         return [value for _, value in deposits]
+
+    def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
+        channel = super().channel(op, adding_bytes, staging_bytes)
+        channel.captured |= torch.cuda.is_current_stream_capturing()
+        return channel
 
     def _check_growth(self, op: str) -> None:
         if torch.cuda.is_current_stream_capturing():

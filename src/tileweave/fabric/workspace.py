@@ -42,6 +42,7 @@ class Workspace:
         self.world, self.device, self.timeout_ns = world, device, timeout_ns
         self.granule = CUDA_GRANULE if device.type == "cuda" else EMULATED_GRANULE
         self.ops: dict[str, Shared] = {}
+        self._captured: list[Shared] = []  # forgotten, but some CUDA graph may still be replayed on it
 
     def find(self, op: str, rank: int, adding_bytes: int, staging_bytes: int) -> Channel | None:
         """A rank's channel, or None where it has to grow first."""
@@ -56,6 +57,8 @@ class Workspace:
         adding = self._slots(adding_bytes, old.adding if old else None)
         staging = self._slots(staging_bytes, old.staging if old else None)
         flags, state = (old.flags, old.state) if old else (self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS))
+        if old:
+            self._let_go(old)
         channels = [Channel(op, flags, words, adding, staging, self.timeout_ns) for words in state]
         self.ops[op] = Shared(flags, state, adding, staging, channels)
 
@@ -70,7 +73,19 @@ class Workspace:
 
     def clear(self) -> None:
         """Forget all channels: the next call of an op makes new ones. No rank has work in flight."""
+        for shared in self.ops.values():
+            self._let_go(shared)
         self.ops.clear()
+
+    def release(self) -> None:
+        """Let go of all memory, captured or not. No graph that uses it will be replayed."""
+        self.ops.clear()
+        self._captured.clear()
+
+    def _let_go(self, shared: Shared) -> None:
+        """Keep what a graph may be replayed on; the rest goes when nobody refers to it any more."""
+        if any(channel.captured for channel in shared.channels):
+            self._captured.append(shared)
 
     def _slots(self, nbytes: int, old: torch.Tensor | None) -> torch.Tensor:
         """Two zeroed slots per rank, at least one granule each; the old ones if they are large enough."""

@@ -80,7 +80,7 @@ class World(ABC):
         def body(rank: int) -> T:
             group = VirtualGroup(self, rank)
             # A backward pass meets the other ranks, so each rank's must run on its own thread: the autograd engine's
-            # one thread for a GPU would wait in the first rank's for all others. Set last: the modes before it reset it.
+            # one thread for a GPU would wait in the first rank's for all others. Last, as the other modes reset it.
             with (
                 torch.inference_mode(inference),
                 torch.set_grad_enabled(grad),
@@ -103,9 +103,9 @@ class World(ABC):
         return self._fabrics[rank]
 
     def close(self) -> None:
-        """Release the world's memory. It cannot run afterwards."""
+        """Release the world's memory. It cannot run afterwards, nor may graphs that hold its calls be replayed."""
         self._closed = True
-        self.workspace.clear()
+        self.workspace.release()
 
     def __enter__(self) -> Self:
         return self

@@ -1,12 +1,14 @@
 """Tensors as TMA sees them: operands, results, and slots in parallel memory."""
 
-from functools import lru_cache
+from collections.abc import Hashable
 
 import torch
 
 from tileweave.lang import NVMMASharedLayout, TensorDescriptor
 
 ALIGN = 16  # bytes: base and strides of whatever TMA addresses
+MODELS = 4096
+_models: dict[Hashable, dict] = {}
 
 
 def as_operand(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -25,14 +27,23 @@ def as_operand(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x), False
 
 
-def describe(x: torch.Tensor, block: list[int], padding: str = "zero") -> TensorDescriptor:
-    """TMA descriptor of `x` in boxes of `block`, with 128-byte swizzling."""
-    return TensorDescriptor.from_tensor(x, block, _swizzled(8 * x.element_size(), len(block)), padding)
+def describe(x: torch.Tensor, block: tuple[int, ...], padding: str = "zero") -> TensorDescriptor:
+    """TMA descriptor of `x`, whose base is 16-byte aligned, in boxes of `block`, with 128-byte swizzling.
 
-
-@lru_cache
-def _swizzled(bits: int, rank: int) -> NVMMASharedLayout:
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=rank)
+    Triton checks a descriptor when it is made, which takes longer than all else that a warm call does for one. So the
+    checks are made once per shape, strides and dtype, and later descriptors are copies with another base.
+    """
+    key = (x.shape, x.stride(), x.dtype, block, padding)
+    model = _models.get(key)
+    if model is None:
+        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=len(block))
+        model = dict(vars(TensorDescriptor.from_tensor(x, list(block), layout, padding)), base=None)
+        if len(_models) == MODELS:
+            _models.clear()
+        _models[key] = model
+    made = object.__new__(TensorDescriptor)
+    vars(made).update(model, base=x)
+    return made
 
 
 def parallel_view(arena: torch.Tensor, count: int, shape: tuple[int, int], dtype: torch.dtype):

@@ -51,9 +51,9 @@ def fused(
         slots = Slots(describe_slots(out[None, None], bm, bn), out, 0)
     args = (
         fabric.rank,
-        describe(a, [bk, bm] if a_t else [bm, bk]),
-        describe(b, [bn, bk] if b_t else [bk, bn]),
-        describe(out, [bm, bn]),
+        describe(a, (bk, bm) if a_t else (bm, bk)),
+        describe(b, (bn, bk) if b_t else (bk, bn)),
+        describe(out, (bm, bn)),
         *slots,
         out if bias is None else bias.contiguous(),
         channel.flags,
@@ -101,4 +101,4 @@ def parallel_slots(fabric: Fabric, call: Call, channel: Channel, bm: int, bn: in
 def describe_slots(slots: torch.Tensor, bm: int, bn: int) -> TensorDescriptor:
     """TMA descriptor of slots `[world, slots, rows, N]`. Out of bounds it reads NaN: what an aborted wait makes a
     result of."""
-    return describe(slots, [1, 1, bm, bn], padding="nan")
+    return describe(slots, (1, 1, bm, bn), padding="nan")
