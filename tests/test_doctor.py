@@ -50,7 +50,9 @@ class TestHere:
         found = json.loads(capsys.readouterr().out)
         count = len(found["gpus"])
         assert found["handles"]["posix_fd"] == [True] * count
-        assert len(found["links"]["nvlinks"]) == len(found["multicast"]["offered"]) == count
+        assert len(found["multicast"]["offered"]) == count
+        links = found["links"]["nvlinks"]
+        assert len(links) == count if links is not None else found["links"]["why"]  # one GPU alone may show none
         assert found["driver"]["version"][0].isdigit()
         assert found["backends"]["virtual"]["works"]
         assert count == 1 or found["peers"]["native_atomics"][0][1] is not None

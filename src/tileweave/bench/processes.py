@@ -9,7 +9,8 @@ Contenders, interleaved, a few calls in a row each round; the slowest rank count
     async-tp    torch.ops.symm_mem.fused_matmul_reduce_scatter
     matmul      torch.mm alone: what the transfer would cost nothing beside
 
-Each is checked against a float32 truth first. Rank 0 prints a table and writes JSON where --json says.
+Each is checked against a float32 truth first, then timed as replays of a CUDA graph of a few calls, so that host time
+does not count; what cannot be captured is called eagerly and marked. Rank 0 prints a table and writes JSON where --json says.
 """
 
 import argparse
@@ -32,6 +33,7 @@ SHAPES = [
     (4096, 4096, 4096),
     (8192, 8192, 8192),
     (16384, 16384, 16384),
+    (64, 8192, 28672),
     (256, 8192, 28672),
     (1024, 8192, 28672),
     (2048, 8192, 28672),
@@ -67,6 +69,27 @@ def slowest(milliseconds: float) -> float:
     return value.item()
 
 
+def several(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], bool]:
+    """CALLS calls in a row as one replay of a CUDA graph, and True; eagerly, and False, where that cannot be."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+
+        def eager() -> None:
+            for _ in range(CALLS):
+                run()
+
+        return eager, False
+    return graph.replay, True
+
+
 def measure(m: int, n: int, k: int, rounds: int) -> dict:
     """One row: errors, then medians over rounds of the slowest rank's milliseconds per call."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,16 +112,16 @@ def measure(m: int, n: int, k: int, rounds: int) -> dict:
         assert error <= 2 * tolerance(torch.bfloat16, world, False), (name, error)
         errors[name] = error
     del truth
+    timed = {name: several(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name, (run, _) in timed.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             dist.barrier()
-            run()  # the first of a row pays for the skew of the ranks
+            run()  # pays for the skew of the ranks
             start.record()
-            for _ in range(CALLS):
-                run()
+            run()
             end.record()
             end.synchronize()
             times[name].append(slowest(start.elapsed_time(end) / CALLS))
@@ -108,6 +131,7 @@ def measure(m: int, n: int, k: int, rounds: int) -> dict:
     return {
         "world": world, "m": m, "n": n, "k": k, "rel_error": errors,
         "ms": {name: [medians[name], min(values), max(values)] for name, values in times.items()},
+        "graph": {name: captured for name, (_, captured) in timed.items()},
         "tflops_per_gpu": {name: flop / median / 1e9 for name, median in medians.items()},
     }  # fmt: skip
 
@@ -124,7 +148,10 @@ def main() -> None:
     for m, n, k in SHAPES:
         rows.append(row := measure(m, n, k, options.rounds))
         if dist.get_rank() == 0:
-            rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops_per_gpu"].items())
+            rates = "  ".join(
+                f"{name}{'' if row['graph'][name] else ' (eager)'} {rate:.0f}"
+                for name, rate in row["tflops_per_gpu"].items()
+            )
             ms = "  ".join(f"{name} {1e3 * times[0]:.1f}" for name, times in row["ms"].items())
             print(f"M={m} N={n} K={k} x{row['world']}: TFLOP/s per GPU {rates} | us {ms}", flush=True)
     if options.json and dist.get_rank() == 0:
