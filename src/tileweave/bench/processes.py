@@ -10,7 +10,8 @@ Contenders, interleaved, a few calls in a row each round; the slowest rank count
     matmul      torch.mm alone: what the transfer would cost nothing beside
 
 Each is checked against a float32 truth first, then timed as replays of a CUDA graph of a few calls, so that host time
-does not count; what cannot be captured is called eagerly and marked. Rank 0 prints a table and writes JSON where --json says.
+does not count; what cannot be captured is called eagerly and marked. Rank 0 prints a table and writes JSON where
+--json says.
 """
 
 import argparse
@@ -115,13 +116,13 @@ def measure(m: int, n: int, k: int, rounds: int) -> dict:
     timed = {name: several(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
-        for name, (run, _) in timed.items():
+        for name, (replay, _) in timed.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             dist.barrier()
-            run()  # pays for the skew of the ranks
+            replay()  # pays for the skew of the ranks
             start.record()
-            run()
+            replay()
             end.record()
             end.synchronize()
             times[name].append(slowest(start.elapsed_time(end) / CALLS))

@@ -52,8 +52,8 @@ def matmul_reduce_scatter(
       no second derivatives.
     - torch.compile traces it without a graph break, whatever the kind of `group`; M may be dynamic.
     - A CUDA graph can hold it once it has been called with the same arguments but for the data: the workspace has its
-      size then, the kernel is loaded. Call with the largest shapes before the capture: a graph does not outlive a
-      workspace that has to grow.
+      size then, the kernel is loaded. Memory that a graph holds stays until its group goes, also when later calls need
+      more.
     - Under torch.autocast float32 operands are cast as those of torch.matmul.
 
     Raises:
