@@ -8,7 +8,7 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROMISED = {
     "01_matmul_reduce_scatter.py": ["backend ", "relative error against float32"],
-    "02_a_race_found.py": ["5 schedules: True", "store_wait for the bulk store"],
+    "02_a_race_found.py": ["5 schedules: True", "store_wait for the TMA store"],
 }
 
 

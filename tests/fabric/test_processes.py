@@ -9,10 +9,12 @@ import time
 from multiprocessing import get_context
 
 import pytest
+import torch
 
 from tests.fabric import process_program
+from tileweave.fabric import Channel, FabricTimeout
 from tileweave.fabric.handles import exchange_descriptors
-from tileweave.fabric.processes import timeout_seconds
+from tileweave.fabric.processes import Memories, ProcessFabric, timeout_seconds
 
 
 def run(situation, world, tmp_path, *, dies=(), stops=(), timeout=20.0):
@@ -170,6 +172,37 @@ def test_a_peer_that_does_not_come_is_an_error_on_every_rank(tmp_path):
     results = exchange(2, body)
     assert isinstance(results[0], RuntimeError) and "rank 0 could not exchange memory handles" in str(results[0])
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class NoMemory:
+    """Stands for peer memory."""
+
+    stride = 256
+
+    def close(self):
+        pass
+
+
+def test_a_timeout_is_told_once_and_rightly_while_the_watchdog_looks_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    fabric = object.__new__(ProcessFabric)
+    fabric.device, fabric._ops, fabric._captured, fabric._failed = torch.device("cpu"), {}, [], None
+    fabric._lock = threading.Lock()
+    for i in range(20):
+        channel = Channel("op", *[torch.zeros(1)] * 4, 10**9)
+        channel.captured = i % 2 == 1
+        report = torch.tensor([1, 1, 5, 4, 2, 0, 0, 0], dtype=torch.int32)
+        fabric._ops["op"] = Memories(channel, NoMemory(), NoMemory(), NoMemory(), report)
+        watchdog = threading.Thread(target=fabric.look)
+        watchdog.start()
+        time.sleep(0.001 * (i % 4))
+        with pytest.raises(
+            FabricTimeout, match="rank 2 waited in vain for its flag 1: expected at least 5, last seen 4"
+        ):
+            fabric.check()
+        watchdog.join()
+        assert fabric._failed is None and not fabric._ops and len(fabric._captured) == (i + 1) // 2
+        fabric.check()  # there is nothing more to tell
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "nan", "1e9"])

@@ -6,6 +6,7 @@ import torch
 import tileweave as tw
 from tests.ops.problems import assert_right, operands, run_calls
 from tileweave import Plan
+from tileweave.fabric import MAX_RANKS
 
 SMALL = Plan(tile=(128, 64, 64), stages=2)
 MODES = [False, True]
@@ -140,6 +141,23 @@ def test_what_tma_cannot_address_falls_back_and_says_so(n, k):
     for r in routes:
         assert (r.fused, r.backend, r.plan, r.predicted_us) == (False, "fallback", None, None)
         assert "multiple of 8" in r.reason
+
+
+def test_more_ranks_than_a_channel_has_words_for_fall_back():
+    world = MAX_RANKS + 1
+    a, b, _ = operands(1, world, 8, 8, seed=1)
+    with tw.virtual_world(world, device="cpu", sms=1) as w:
+        routes = w.run(lambda rank, group: tw.explain("matmul_reduce_scatter", a[0], b[0], group))
+    assert not routes[0].fused and f"{world} ranks, more than the {MAX_RANKS}" in routes[0].reason
+
+
+def test_as_many_ranks_as_a_channel_has_words_for():
+    """One tile of eight rows each: every rank's own words suffice."""
+    world = MAX_RANKS
+    a, b, _ = operands(world, world, 8, 8, seed=1)
+    with tw.virtual_world(world, device="cpu", sms=1) as w:
+        (outs,) = run_calls(w, [(a, b, dict(plan=SMALL, deterministic=True))])
+    assert_right(outs, a, b, deterministic=True)
 
 
 def test_explain_names_the_plan_and_launches_nothing():

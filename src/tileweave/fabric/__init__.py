@@ -6,7 +6,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from tileweave.fabric.base import Channel, Fabric, FabricTimeout
+from tileweave.fabric.base import MAX_RANKS, REDUCTIONS, Channel, Fabric, FabricTimeout
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.emulated import EmulatedWorld
@@ -16,7 +16,7 @@ from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
 from tileweave.fabric.world import VirtualGroup, World
 
 __all__ = [
-    "Channel", "Fabric", "FabricTimeout", "Group", "VirtualGroup", "World",
+    "MAX_RANKS", "REDUCTIONS", "Channel", "Fabric", "FabricTimeout", "Group", "VirtualGroup", "World",
     "check", "cuda_refusal", "fabric_of", "group_name", "group_size", "memory_report", "named_fabric", "virtual_world",
 ]  # fmt: skip
 

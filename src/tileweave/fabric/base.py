@@ -14,9 +14,10 @@ from tileweave import lang
 HEADER_WORDS: int = lang.HEADER_WORDS.value
 ABORT: int = lang.ABORT.value
 RECORD: int = lang.RECORD.value
-FLAGS = 64
+FLAGS = 128
 BLOCK_WORDS = HEADER_WORDS + FLAGS
-STATE_WORDS = 64
+STATE_WORDS = 128
+MAX_RANKS = STATE_WORDS - 2  # a counter per peer, after the epoch and the count of CTAs that are done
 REDUCTIONS = ("sum", "avg")
 
 

@@ -37,18 +37,17 @@ class PeerMemory:
         self.base = 0
         self._mapped = 0
         self._handles: list[Any] = []
-        granule = call(
-            driver.cuMemGetAllocationGranularity,
-            _properties(device),
-            driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
-        )
-        self.stride = max(-(-nbytes // granule), 1) * granule
+        self._descriptor = -1
         try:
-            agree(gather(self._create()))
-            agree(gather(self._map(granule, gather, timeout)))
+            agree(gather(self._create(nbytes)))
+            descriptors = exchange_descriptors(self._descriptor, rank, world, gather, timeout)
+            agree(gather(self._map(descriptors)))
         except BaseException:
             self.close()
             raise
+        finally:
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
         self.tensor(torch.uint8)[rank].zero_()
         torch.cuda.synchronize(device)
         gather(None)  # nobody may write to a peer's block before that peer has cleared it
@@ -70,25 +69,25 @@ class PeerMemory:
             call(driver.cuMemRelease, handle)
         self.base, self._mapped, self._handles = 0, 0, []
 
-    def _create(self) -> str | None:
-        """This rank's block; what went wrong, if anything did."""
+    def _create(self, nbytes: int) -> str | None:
+        """This rank's block and the descriptor that stands for it; what went wrong, if anything did."""
+        wanted = _properties(self.device)
+        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         try:
             with torch.cuda.device(self.device):
-                self._handles.append(call(driver.cuMemCreate, self.stride, _properties(self.device), 0))
+                self._granule = call(driver.cuMemGetAllocationGranularity, wanted, recommended)
+                self.stride = max(-(-nbytes // self._granule), 1) * self._granule
+                self._handles.append(call(driver.cuMemCreate, self.stride, wanted, 0))
+                self._descriptor = int(call(driver.cuMemExportToShareableHandle, self._handles[0], _HANDLE, 0))
         except RuntimeError as failure:
-            return f"rank {self.rank} cannot have {self.stride} bytes of peer memory: {failure}"
+            return f"rank {self.rank} cannot have {nbytes} bytes of peer memory: {failure}"
         return None
 
-    def _map(self, granule: int, gather: Gather, timeout: float) -> str | None:
-        """Exchange the handles and map the blocks of all ranks; what went wrong, if anything did."""
+    def _map(self, descriptors: dict[int, int]) -> str | None:
+        """Map the blocks of all ranks; what went wrong, if anything did. Closes the descriptors."""
         mine = self._handles[0]
-        fd = int(call(driver.cuMemExportToShareableHandle, mine, _HANDLE, 0))
         try:
-            descriptors = exchange_descriptors(fd, self.rank, self.world, gather, timeout)
-        finally:
-            os.close(fd)
-        try:
-            self.base = int(call(driver.cuMemAddressReserve, self.stride * self.world, granule, 0, 0))
+            self.base = int(call(driver.cuMemAddressReserve, self.stride * self.world, self._granule, 0, 0))
             for rank in range(self.world):
                 handle = mine
                 if rank != self.rank:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -49,10 +50,11 @@ def timeout_seconds() -> float:
 class Facts:
     """What a rank tells the others of itself.
 
-    refusal: why it cannot take part, if so; machine, gpu: identities; timeout in seconds; debug: whether it asks for
-    debug mode.
+    error: what is wrong with its settings, if anything; refusal: why it cannot take part, if so; machine, gpu:
+    identities; timeout in seconds; debug: whether it asks for debug mode.
     """
 
+    error: str | None
     refusal: str | None
     machine: str
     gpu: str
@@ -69,6 +71,9 @@ class Memories:
     adding: "PeerMemory"
     staging: "PeerMemory"
     report: torch.Tensor  # int32 [REPORT_WORDS], pinned: what this rank's kernels tell the host
+
+    def __post_init__(self) -> None:
+        self.told = self.report.numpy()  # the same words, read faster
 
     def close(self) -> None:
         """Unmap. Nothing uses the memory any more."""
@@ -102,14 +107,18 @@ class ProcessFabric(DistributedFabric):
         self._ops: dict[str, Memories] = {}
         self._captured: list[Memories] = []  # outgrown or given up, but some CUDA graph may still be replayed on it
         self._failed: FabricTimeout | None = None
-        self._last: int | None = None  # handle of the stream that has the latest launch
+        self._lock = threading.Lock()  # of _failed and the reports, which the watchdog looks at too
+        self._last: torch.cuda.Stream | None = None  # that has the latest launch
         self._variants = Variants()
         facts = self._gather(_facts(device))
+        errors = [f"rank {rank}: {fact.error}" for rank, fact in enumerate(facts) if fact.error]
+        if errors:
+            raise ValueError("; ".join(errors))
         self._why = self._disagreement(facts)
         self.timeout = facts[0].timeout
         self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
-            sharing = sum(fact.gpu == facts[self.rank].gpu for fact in facts)
+            sharing = max(Counter(fact.gpu for fact in facts).values())
             self.sms = sms_per_rank(sharing, device, None)
             self._why = self._try_memory()
         self.backend = "fallback" if self._why else "processes"
@@ -149,6 +158,7 @@ class ProcessFabric(DistributedFabric):
     def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
         """Enqueue the kernel on the current stream, after this fabric's earlier launches on other streams."""
         self.check_grid(kernel, grid)
+        self.look()
         if self._failed is not None:
             self._raise()
         index = self.device.index
@@ -156,13 +166,14 @@ class ProcessFabric(DistributedFabric):
             with torch.cuda.device(self.device):
                 return self.launch(kernel, grid, args, num_warps=num_warps)
         compiled = self._variants.get(kernel, grid, args, num_warps)
-        stream, capturing = torch._C._cuda_getCurrentRawStream(index), torch.cuda.is_current_stream_capturing()
+        handle, capturing = torch._C._cuda_getCurrentRawStream(index), torch.cuda.is_current_stream_capturing()
         load(compiled, capturing)
-        if stream != self._last and not capturing:
+        if not capturing and (self._last is None or handle != self._last.cuda_stream):
+            stream = torch.cuda.current_stream()
             if self._last is not None:
-                torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(self._last, device=self.device))
+                stream.wait_stream(self._last)
             self._last = stream
-        enqueue(compiled, grid, args, stream)
+        enqueue(compiled, grid, args, handle)
 
     def check(self) -> None:
         """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain since the last time."""
@@ -173,13 +184,16 @@ class ProcessFabric(DistributedFabric):
 
     def look(self) -> None:
         """Read what the kernels have told the host; touches no GPU."""
-        for memories in [*self._ops.values(), *self._captured]:
-            if self._failed is None and memories.report[0].item():
-                time.sleep(0.01)  # other CTAs may still be writing the same record
-                index, expected, seen, rank = memories.report[1:5].tolist()
-                memories.report.zero_()
-                self._failed = FabricTimeout(memories.channel.op, rank, index, expected, seen)
-                log.error("tileweave: %s", self._failed)
+        if not any(memories.told[0] for memories in self._memories()):
+            return
+        with self._lock:
+            told = next((memories for memories in self._memories() if memories.told[0]), None)
+            if told is None or self._failed is not None:
+                return
+            time.sleep(0.01)  # other CTAs may still be writing the same record
+            index, expected, seen, rank = told.told[1:5].tolist()
+            self._failed = FabricTimeout(told.channel.op, rank, index, expected, seen)
+            log.error("tileweave: %s", self._failed)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of peer memory by op: `own` is physical memory of this rank, `mapped` the range of addresses."""
@@ -193,16 +207,23 @@ class ProcessFabric(DistributedFabric):
 
     def _raise(self) -> NoReturn:
         """Raise the timeout, once. The memory is forgotten: the next call, on all ranks, makes it anew."""
-        failed, self._failed = self._failed, None
-        torch.cuda.synchronize(self.device)
-        for op in list(self._ops):
-            memories = self._ops.pop(op)
-            if memories.channel.captured:
-                self._captured.append(memories)
-            else:
-                memories.close()
+        torch.cuda.synchronize(self.device)  # every call in flight has told what it had to tell
+        with self._lock:
+            failed, self._failed = self._failed, None
+            for memories in self._memories():
+                memories.told[:] = 0
+            for op in list(self._ops):
+                memories = self._ops.pop(op)
+                if memories.channel.captured:
+                    self._captured.append(memories)
+                else:
+                    memories.close()
         assert failed is not None
         raise failed
+
+    def _memories(self) -> list[Memories]:
+        """All that kernels of this group may report from."""
+        return [*self._ops.values(), *self._captured]
 
     def _grow(self, op: str, adding_bytes: int, staging_bytes: int) -> Memories:
         """Make room. All ranks come with the same sizes, and meet before old memory goes and new memory is used."""
@@ -293,11 +314,16 @@ def process_refusal(device: torch.device | str) -> str | None:
 
 
 def _facts(device: torch.device) -> Facts:
+    error, timeout, debug = None, 0.0, False
+    try:
+        timeout, debug = timeout_seconds(), debug_mode()
+    except ValueError as failure:
+        error = str(failure)
     refusal = process_refusal(device)
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else "unknown"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
-    return Facts(refusal, machine, gpu, timeout_seconds(), debug_mode())
+    return Facts(error, refusal, machine, gpu, timeout, debug)
 
 
 def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tileweave.fabric.base import ABORT, BLOCK_WORDS, HEADER_WORDS, RECORD, STATE_WORDS, Channel, FabricTimeout
+from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, RECORD, STATE_WORDS, Channel, FabricTimeout
 
 CUDA_GRANULE = 2 << 20
 EMULATED_GRANULE = 256
@@ -42,7 +42,7 @@ class Workspace:
         self.world, self.device, self.timeout_ns = world, device, timeout_ns
         self.granule = CUDA_GRANULE if device.type == "cuda" else EMULATED_GRANULE
         self.ops: dict[str, Shared] = {}
-        self._captured: list[Shared] = []  # forgotten, but some CUDA graph may still be replayed on it
+        self._captured: list[tuple[str, Shared]] = []  # forgotten, but some CUDA graph may still be replayed on it
 
     def find(self, op: str, rank: int, adding_bytes: int, staging_bytes: int) -> Channel | None:
         """A rank's channel, or None where it has to grow first."""
@@ -58,34 +58,36 @@ class Workspace:
         staging = self._slots(staging_bytes, old.staging if old else None)
         flags, state = (old.flags, old.state) if old else (self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS))
         if old:
-            self._let_go(old)
+            self._let_go(op, old)
         channels = [Channel(op, flags, words, adding, staging, self.timeout_ns) for words in state]
         self.ops[op] = Shared(flags, state, adding, staging, channels)
 
     def timed_out(self) -> FabricTimeout | None:
         """What the kernels of some channel have recorded, if a wait has timed out. Synchronizes with the device."""
-        for op, shared in self.ops.items():
+        for op, shared in [*self.ops.items(), *self._captured]:
             for header in shared.flags[:, :HEADER_WORDS].tolist():
-                if header[ABORT] or header[RECORD]:
+                if header[RECORD]:
                     index, expected, seen, rank = header[RECORD + 1 : RECORD + 5]
                     return FabricTimeout(op, rank, index, expected, seen)
         return None
 
     def clear(self) -> None:
         """Forget all channels: the next call of an op makes new ones. No rank has work in flight."""
-        for shared in self.ops.values():
-            self._let_go(shared)
+        for op, shared in self.ops.items():
+            self._let_go(op, shared)
         self.ops.clear()
+        for _, shared in self._captured:  # still aborted: whoever replays a graph there is told again
+            shared.flags[:, RECORD] = 0
 
     def release(self) -> None:
         """Let go of all memory, captured or not. No graph that uses it will be replayed."""
         self.ops.clear()
         self._captured.clear()
 
-    def _let_go(self, shared: Shared) -> None:
+    def _let_go(self, op: str, shared: Shared) -> None:
         """Keep what a graph may be replayed on; the rest goes when nobody refers to it any more."""
         if any(channel.captured for channel in shared.channels):
-            self._captured.append(shared)
+            self._captured.append((op, shared))
 
     def _slots(self, nbytes: int, old: torch.Tensor | None) -> torch.Tensor:
         """Two zeroed slots per rank, at least one granule each; the old ones if they are large enough."""

@@ -1,6 +1,6 @@
 """Tensors as TMA sees them: operands, results, and slots in parallel memory."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -27,13 +27,13 @@ def as_operand(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x), False
 
 
-def describe(x: torch.Tensor, block: tuple[int, ...], padding: str = "zero") -> TensorDescriptor:
+def describe(x: torch.Tensor, block: Sequence[int], padding: str = "zero") -> TensorDescriptor:
     """TMA descriptor of `x`, whose base is 16-byte aligned, in boxes of `block`, with 128-byte swizzling.
 
     Triton checks a descriptor when it is made, which takes longer than all else that a warm call does for one. So the
     checks are made once per shape, strides and dtype, and later descriptors are copies with another base.
     """
-    key = (x.shape, x.stride(), x.dtype, block, padding)
+    key = (x.shape, x.stride(), x.dtype, tuple(block), padding)
     model = _models.get(key)
     if model is None:
         layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=len(block))

@@ -53,7 +53,7 @@ class Matmul:
 def make_matmul(
     a_desc,
     b_desc,
-    K,
+    k,
     tiles,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -67,7 +67,7 @@ def make_matmul(
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
     ring = make_channel(STAGES)
-    k_steps = gl.cdiv(K, BK)
+    k_steps = gl.cdiv(k, BK)
     return Matmul(a_desc, b_desc, a_bufs, b_bufs, ring, k_steps, tiles, BM, BN, BK, A_T, B_T, COMM_SMS)
 
 

@@ -10,13 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from tileweave.fabric import Fabric
+from tileweave.fabric import MAX_RANKS, REDUCTIONS, Fabric
 from tileweave.ops.route import Route
 from tileweave.planner import Plan, Problem, plan_for, unsupported
 
 NAME = "matmul_reduce_scatter"
 DTYPES = (torch.bfloat16, torch.float16)
-REDUCTIONS = ("sum", "avg")
 
 
 class Like(NamedTuple):
@@ -164,6 +163,8 @@ def settle(
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
     refusal = site.refusal or unaddressable(call)
+    if refusal is None and site.world > MAX_RANKS:
+        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
     if refusal is None and device.type != site.device.type:
         refusal = f"a is on {device}, the ranks of this world are on {site.device}"
     problem = Problem(

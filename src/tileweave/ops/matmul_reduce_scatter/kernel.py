@@ -13,10 +13,10 @@ Two slots alternate by the epoch, which lives in `state` and is advanced by the 
 | result.ready / empty | multiplier, tile is in `c_buf` / storer, its bulk store has read it | storer / multiplier | mbarrier, CTA | one buffer, one tile at a time |
 | partial.ready / empty | storer's TMA load of a peer's sum / multiplier | multiplier (and storer, which then zeroes the slot) / storer | mbarrier, CTA | as above |
 | state[SENT + d] | every CTA of this rank, one per tile for rank d performed | nobody; the last one publishes | acq_rel, gpu | the last one puts it back to 0 |
-| flags[d][r] = epoch | rank r, the last CTA that sent a tile to d | rank d's storers, before their first own tile | release / acquire, sys; then a proxy fence | monotonic |
+| flags[d][r] = epoch | rank r, the last CTA that sent a tile to d | storers of rank d that have own tiles, before the first | release / acquire, sys; then a proxy fence | monotonic |
 | state[DONE] | every CTA at its end | nobody; the last one advances the epoch | acq_rel, gpu | the last one puts it back to 0 |
 | state[EPOCH] | the last CTA | next launch (kernel boundary) | stream order | read by all CTAs before they arrive at DONE |
-| adding slot e % 2 of rank d | peers in call e (TMA adds) | d after flags | flags | d zeroes each tile once read. A peer adds again in call e + 2 only after it has finished call e + 1, hence after d entered e + 1, hence after d ended call e |
+| adding slot e % 2 of rank d | peers in call e (TMA adds) | d after flags | flags | d zeroes each tile once read, by generic stores; the ends of the launches e of d and e + 1 of the peer are the fences to the next adds. A peer adds again in call e + 2 only after it has finished call e + 1, hence after d entered e + 1, hence after d ended call e |
 | staging slot e % 2 of rank d | peers in call e (TMA stores) | d after flags | flags | as above, without zeroing |
 
 A wait that times out makes the storer load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
@@ -48,16 +48,16 @@ class Work:
     matmul: Matmul
     flags: gl.Flags
     state: gl.tensor
-    slots: gl.tensor_descriptor  # [world, slot (x source), rows, N], any rank's
+    slots: gl.tensor_descriptor  # [world, slot (x source), rows, n], any rank's
     own_slots: gl.tensor  # this rank's adding slots as a pointer,
     slot_stride: gl.tensor  # and the distance of the two, in elements
-    out: gl.tensor_descriptor  # [rows, N], the result
+    out: gl.tensor_descriptor  # [rows, n], the result
     bias: gl.tensor
     c_buf: gl.shared_memory_descriptor
     result: Channel
     partial: Channel
     rows: gl.tensor
-    N: gl.tensor
+    n: gl.tensor
     DETERMINISTIC: gl.constexpr
     HAS_BIAS: gl.constexpr
     AVERAGE: gl.constexpr
@@ -65,7 +65,7 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, state, slots, own_slots, slot_stride, out, bias, c_buf, result, partial, rows, N,
+        self, matmul, flags, state, slots, own_slots, slot_stride, out, bias, c_buf, result, partial, rows, n,
         DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
     ):  # fmt: skip
         self.matmul = matmul
@@ -80,7 +80,7 @@ class Work:
         self.result = result
         self.partial = partial
         self.rows = rows
-        self.N = N
+        self.n = n
         self.DETERMINISTIC = gl.constexpr(DETERMINISTIC)
         self.HAS_BIAS = gl.constexpr(HAS_BIAS)
         self.AVERAGE = gl.constexpr(AVERAGE)
@@ -90,7 +90,7 @@ class Work:
 @gl.jit
 def tiles_per_owner(work):
     """Tiles of one rank's rows."""
-    return gl.cdiv(work.rows, work.matmul.BM) * gl.cdiv(work.N, work.matmul.BN)
+    return gl.cdiv(work.rows, work.matmul.BM) * gl.cdiv(work.n, work.matmul.BN)
 
 
 @gl.jit
@@ -98,7 +98,7 @@ def locate(work, t):
     """The t-th tile: its owner, its row in A, its row and column in the owner's result."""
     per = tiles_per_owner(work)
     owner = (work.flags.rank + 1 + t // per) % work.flags.world
-    i, j = grouped_order(t % per, gl.cdiv(work.rows, work.matmul.BM), gl.cdiv(work.N, work.matmul.BN), work.GROUP)
+    i, j = grouped_order(t % per, gl.cdiv(work.rows, work.matmul.BM), gl.cdiv(work.n, work.matmul.BN), work.GROUP)
     row = i * work.matmul.BM
     return owner, owner * work.rows + row, row, j * work.matmul.BN
 
@@ -125,7 +125,7 @@ def epilogue(work, acc, done, owner, row, col, LAYOUT: gl.constexpr):
             acc = acc * (1.0 / work.flags.world)
         if work.HAS_BIAS:
             cols = col + gl.arange(0, mm.BN, gl.SliceLayout(0, LAYOUT))
-            acc += gl.load(work.bias + cols, mask=cols < work.N, other=0.0).to(gl.float32)[None, :]
+            acc += gl.load(work.bias + cols, mask=cols < work.n, other=0.0).to(gl.float32)[None, :]
     work.result.producer_wait(done)
     tile.store(acc.to(work.out.dtype))
     gl.fence_async_shared()
@@ -180,11 +180,11 @@ def zero_slot(work, slot, row, col):
     mm = work.matmul
     cols = col + gl.arange(0, mm.BN, gl.SliceLayout(0, L))
     zeros = gl.zeros([ROWS, mm.BN], work.out.dtype, L)
-    base = work.own_slots + slot.to(gl.int64) * work.slot_stride + row.to(gl.int64) * work.N
+    base = work.own_slots + slot.to(gl.int64) * work.slot_stride + row.to(gl.int64) * work.n
     for r in range(0, mm.BM, ROWS):
         i = r + gl.arange(0, ROWS, gl.SliceLayout(1, L))
-        where = i[:, None] * work.N + cols[None, :]
-        gl.store(base + where, zeros, mask=(row + i < work.rows)[:, None] & (cols < work.N)[None, :])
+        where = i[:, None] * work.n + cols[None, :]
+        gl.store(base + where, zeros, mask=(row + i < work.rows)[:, None] & (cols < work.n)[None, :])
 
 
 @gl.jit
@@ -203,7 +203,8 @@ def finish_tile(work, n, first, slot, row, col, met):
         gl.load_async(work.slots, flags.rank, [place, from_row, col], work.c_buf, work.partial.ready_at(first + i))
     if flags.world > 1 and not work.DETERMINISTIC:
         work.partial.consumer_wait(first)
-        zero_slot(work, slot, row, col)
+        if met:  # else a late peer may still be adding, and nobody will use the slot again
+            zero_slot(work, slot, row, col)
     work.result.consumer_wait(n)
     gl.tma_store(work.out, [row, col], work.c_buf.reshape([mm.BM, mm.BN]))
     gl.store_read_wait(0)
@@ -237,7 +238,7 @@ def store_role(work, LOCATE: gl.constexpr):
         gl.atomic_xchg(work.state + EPOCH, epoch, sem="relaxed", scope="gpu")
 
 
-@gl.jit(do_not_specialize=["rank", "slot_stride", "flags_stride", "timeout_us", "rows", "K"])
+@gl.jit(do_not_specialize=["rank", "slot_stride", "flags_stride", "timeout_us", "rows", "k"])
 def matmul_reduce_scatter_kernel(
     rank,
     a_desc,
@@ -252,8 +253,8 @@ def matmul_reduce_scatter_kernel(
     state,
     timeout_us,
     rows,
-    N,
-    K,
+    n,
+    k,
     WORLD: gl.constexpr,
     BM: gl.constexpr,
     BN: gl.constexpr,
@@ -266,13 +267,13 @@ def matmul_reduce_scatter_kernel(
     HAS_BIAS: gl.constexpr,
     AVERAGE: gl.constexpr,
 ):
-    """Rows [rows, N] of this rank of sum over ranks of a [WORLD * rows, K] @ b [K, N]. Grid: co-resident CTAs, one per SM."""
+    """Rows [rows, n] of this rank of sum over ranks of a [WORLD * rows, k] @ b [k, n]. Grid: co-resident CTAs, one per SM."""
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
-    tiles = gl.cdiv(rows, BM) * gl.cdiv(N, BN) * WORLD
-    mm = make_matmul(a_desc, b_desc, K, tiles, BM, BN, BK, STAGES, A_T, B_T, 0)
+    tiles = gl.cdiv(rows, BM) * gl.cdiv(n, BN) * WORLD
+    mm = make_matmul(a_desc, b_desc, k, tiles, BM, BN, BK, STAGES, A_T, B_T, 0)
     c_buf = gl.allocate_shared_memory(out_desc.dtype, [1, 1, BM, BN], slots_desc.layout)
     work = Work(
         mm, flags, state, slots_desc, own_slots, slot_stride, out_desc, bias, c_buf, make_channel(1), make_channel(1),
-        rows, N, DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
+        rows, n, DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
     )  # fmt: skip
     run_matmul(work, locate, nothing_before_load, epilogue, store_role, no_communicator)
