@@ -12,6 +12,6 @@ case "$(uname -s)-$(uname -m)" in
         echo "setup: installing triton $version into $folder"
         .venv/bin/python -m pip install --disable-pip-version-check -qq --no-deps --target "$folder" "triton==$version"
         ;;
-    *) echo "setup: no Triton for this platform; the tests that compile kernels are skipped" ;;
+    *) echo "setup: Triton has no wheel for this platform; tests/lang/test_compile.py is skipped" ;;
 esac
 touch "$folder/.ready"

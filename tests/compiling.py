@@ -22,6 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tileweave import Plan
 from tileweave import lang as gl
 from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel, Fabric
+from tileweave.ops.descriptors import describe
 from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
 
@@ -29,10 +30,15 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", t
 INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
 
 
-class CompilingFabric(Fabric):
-    """A fabric whose launches are compilations; rank 0 of `world_size`, all memory on the CPU."""
+def meta(*shape, dtype=torch.bfloat16):
+    """A tensor without memory."""
+    return torch.empty(*shape, dtype=dtype, device="meta")
 
-    backend, rank, sms, device = "virtual", 0, 132, torch.device("cpu")
+
+class CompilingFabric(Fabric):
+    """A fabric whose launches are compilations; rank 0 of `world_size`. All tensors are "meta": without memory."""
+
+    backend, rank, sms, device = "virtual", 0, 132, torch.device("meta")
 
     def __init__(self, world_size):
         self.world_size, self.reports = world_size, []
@@ -44,9 +50,9 @@ class CompilingFabric(Fabric):
         return action() if action else None
 
     def channel(self, op, adding_bytes, staging_bytes):
-        ints = torch.zeros(self.world_size, BLOCK_WORDS, dtype=torch.int32)
-        arenas = [torch.zeros(self.world_size, 2 * n + 256, dtype=torch.uint8) for n in (adding_bytes, staging_bytes)]
-        return Channel(op, ints, torch.zeros(STATE_WORDS, dtype=torch.int32), *arenas, 1_000_000_000)
+        arenas = [meta(self.world_size, 2 * n + 256, dtype=torch.uint8) for n in (adding_bytes, staging_bytes)]
+        flags, state = meta(self.world_size, BLOCK_WORDS, dtype=torch.int32), meta(STATE_WORDS, dtype=torch.int32)
+        return Channel(op, flags, state, *arenas, 1_000_000_000)
 
     def launch(self, kernel, grid, args, *, num_warps):
         self.reports.append(report(kernel, args, num_warps))
@@ -106,12 +112,14 @@ def report(kernel, args, num_warps) -> dict:
     }
 
 
-def reduce_scatter(world=4, dtype=torch.bfloat16, transposed=(False, True), bias=True, plan=None, **options) -> dict:
+def reduce_scatter(
+    world=4, dtype=torch.bfloat16, transposed=(False, True), bias=True, plan=None, rows=256, n=1024, **options
+) -> dict:
     """One variant of matmul_reduce_scatter, through the op."""
     fabric = CompilingFabric(world)
-    a, b = torch.empty(256 * world, 512, dtype=dtype), torch.empty(512, 1024, dtype=dtype)
+    a, b = meta(rows * world, 512, dtype=dtype), meta(512, n, dtype=dtype)
     a, b = (x.t().contiguous().t() if flag else x for x, flag in zip((a, b), transposed, strict=True))
-    extra = torch.empty(1024, dtype=dtype) if bias else None
+    extra = meta(n, dtype=dtype) if bias else None
     deterministic = options.get("deterministic", False)
     like = Like.of(a), Like.of(b), options.get("op", "sum"), Like.of(extra)
     call, route = settle(Site.of(fabric), *like, deterministic, options.get("out"), plan, 0)
@@ -123,11 +131,18 @@ def words() -> dict:
     """The primitives that no op uses yet."""
     from tests.lang import words_kernel as w
 
-    x = torch.empty(2, 1024, dtype=torch.bfloat16)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    pt = gl.TensorDescriptor.from_tensor(torch.empty(2, 64, 64, dtype=torch.bfloat16), [1, 64, 64], layout)
-    flags = torch.zeros(2, BLOCK_WORDS, dtype=torch.int32)
+    x, pt = meta(2, 1024), describe(meta(2, 64, 64), (1, 64, 64))
+    flags = meta(2, BLOCK_WORDS, dtype=torch.int32)
     return report(w.every_primitive, (0, pt, x, x, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
+
+
+def inter_sm(world=4) -> dict:
+    """The inter-SM schedule of the matmul template, which no op uses yet."""
+    from tests.tiles.all_gather import all_gather_matmul
+
+    fabric = CompilingFabric(world)
+    all_gather_matmul(fabric, meta(1000, 512), meta(512, 1024), grid=fabric.sms, tile=(128, 256, 64))
+    return fabric.reports[0]
 
 
 VARIANTS = {
@@ -139,6 +154,7 @@ VARIANTS = {
     "float32 result": lambda: reduce_scatter(out=torch.float32, bias=False),
     "one rank": lambda: reduce_scatter(world=1),
     "eight ranks": lambda: reduce_scatter(world=8, bias=False),
+    "slots beyond 2**31 elements": lambda: reduce_scatter(rows=(1 << 16) + 1000, n=1 << 15),
     **{
         f"tile {tile}, {stages} stages": lambda tile=tile, stages=stages: reduce_scatter(
             plan=Plan(tile=tile, stages=stages)
@@ -151,6 +167,7 @@ VARIANTS = {
             ((128, 64, 64), 6),
         )
     },
+    "inter-SM all-gather": inter_sm,
     "words": words,
 }
 

@@ -1,0 +1,1 @@
+"""Kernels that the tests of `tiles` run."""
