@@ -8,6 +8,7 @@ import torch
 import tileweave as tw
 from tests.ops.problems import assert_right, operands, run_calls
 from tileweave import FabricTimeout, Plan
+from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 
 pytestmark = pytest.mark.gpu
 MODES = [False, True]
@@ -102,3 +103,34 @@ def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
         assert kept[0].isnan().any() and kept[2].isnan().any()
         (outs,) = run_calls(w, [(a, b, {})])
     assert_right(outs, a, b)
+
+
+@pytest.mark.parametrize("world, deterministic", [(2, True), (3, False)])
+def test_slots_beyond_two_to_the_31_elements(world, deterministic):
+    """A slot of more than 4 GiB: all offsets take 64 bits (iris #532). The third call reuses the first one's slot."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < 60:
+        pytest.skip(f"needs 60 GiB of GPU memory, {free} are free")
+    rows, n, k = (1 << 16) + 264, 1 << 15, 64
+    assert rows * n > 1 << 31
+    # The ends, what lies at 2**30 and 2**31 elements, and some between.
+    sample = [0, 1, 127, 128, (1 << 15) - 1, 1 << 15, 50001, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, rows - 1]
+    calls = [operands(world, world * rows, n, k, seed=i, device="cuda")[:2] for i in range(3)]
+
+    def sampled(a, b, group):
+        out = tw.matmul_reduce_scatter(a, b, group, deterministic=deterministic)
+        return out[sample], out.sum(dtype=torch.float32).isfinite()
+
+    def rank_program(rank, group):
+        return [sampled(a[rank], b[rank], group) for a, b in calls]
+
+    with tw.virtual_world(world, device="cuda", timeout=20.0) as w:
+        results = list(zip(*w.run(rank_program), strict=True))
+    torch.cuda.empty_cache()
+    for by_rank, (a, b) in zip(results, calls, strict=True):
+        assert all(finite for _, finite in by_rank)
+        picked = torch.cat([torch.tensor(sample) + rank * rows for rank in range(world)])
+        truth = reference([x[picked] for x in a], b)
+        error = relative_error(torch.cat([got for got, _ in by_rank]), truth)
+        assert error <= tolerance(torch.bfloat16, world, deterministic), error
