@@ -4,6 +4,7 @@ A ```python block runs as a file of its own. A ```console block holds lines `$ t
 each followed by its output, in which numbers may differ.
 """
 
+import ast
 import re
 import runpy
 import shlex
@@ -83,3 +84,37 @@ def test_the_make_targets_of_the_readme_exist():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|`)make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {"run", "test"} <= named <= targets
+
+
+def device_lines(path):
+    """Lines of code of a kernel file: (of its roles, of the aggregate they share and the kernel that starts them)."""
+    source = path.read_text()
+    counts = {True: 0, False: 0}
+    for node in ast.parse(source).body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        first = node.body[0]
+        documented = range(first.lineno, first.end_lineno + 1) if ast.get_docstring(node) else ()
+        numbers = range(node.decorator_list[0].lineno, node.end_lineno + 1)
+        lines = (
+            line.strip()
+            for number, line in enumerate(source.splitlines(), 1)
+            if number in set(numbers) - set(documented)
+        )
+        is_role = isinstance(node, ast.FunctionDef) and not node.name.endswith("_kernel")
+        counts[is_role] += sum(bool(line) and not line.startswith("#") for line in lines)
+    return counts[True], counts[False]
+
+
+def test_the_docs_say_how_long_the_kernels_are():
+    roles, shared = device_lines(ROOT / "src/tileweave/ops/matmul_reduce_scatter/kernel.py")
+    shortest, _ = device_lines(ROOT / "tests/tiles/kernels/all_gather_matmul.py")
+    readme, design = (" ".join((ROOT / page).read_text().split()) for page in ("README.md", "docs/design.md"))
+    said = [
+        (readme, r"has about (\d+) lines of device code", roles + shared),
+        (design, r"`kernel.py` has about (\d+) lines of roles", roles),
+        (design, r"besides about (\d+) that declare", shared),
+        (design, r"`tests/tiles/kernels`, has about (\d+) lines of roles", shortest),
+    ]
+    for page, sentence, count in said:
+        assert abs(int(re.search(sentence, page)[1]) - count) <= 5, f"{sentence}: there are {count}"
