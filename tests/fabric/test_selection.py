@@ -35,15 +35,50 @@ def test_what_is_no_group(group):
     "arguments, message",
     [
         ({"n": 0}, "n: expected at least 1 rank, got 0"),
-        ({"n": 2, "timeout": 0}, "timeout: expected a positive number of seconds, got 0"),
+        ({"n": 2, "timeout": 0}, "timeout: expected a positive number of seconds, up to 2000, got 0"),
         ({"n": 2, "sms": 0}, "sms: expected at least 1 SM per rank, got 0"),
         ({"n": 2, "device": "meta"}, "device: expected auto, cpu or cuda, got 'meta'"),
+        ({"n": 2, "timeout": float("nan")}, "timeout: expected a positive number of seconds, up to 2000, got nan"),
+        ({"n": 2, "timeout": float("inf")}, "timeout: expected a positive number of seconds, up to 2000, got inf"),
+        ({"n": 2, "seed": -1}, "seed: expected a whole number from 0 up, got -1"),
+        ({"n": 2, "device": "foo"}, "device: expected auto, cpu or cuda, got 'foo'"),
         ({"n": 2, "delayed": (0, 2)}, r"delayed: expected ranks from 0 to 1, got \[2\]"),
     ],
 )
 def test_impossible_worlds(arguments, message):
     with pytest.raises(ValueError, match=message):
         virtual_world(**{"device": "cpu", **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"n": 2.5}, "n: expected at least 1 rank, as an int, got 2.5"),
+        ({"n": "2"}, "n: expected at least 1 rank, as an int, got '2'"),
+        ({"n": True}, "n: expected at least 1 rank, as an int, got True"),
+        ({"n": 2, "timeout": "5"}, "timeout: expected a number of seconds, got '5'"),
+        ({"n": 2, "seed": "x"}, "seed: expected a whole number from 0 up, as an int, got 'x'"),
+        ({"n": 2, "sms": 2.5}, "sms: expected at least 1 SM per rank, as an int, got 2.5"),
+        ({"n": 2, "delayed": 1}, r"delayed: expected a sequence of ranks, such as \(0,\), got 1"),
+        ({"n": 2, "delayed": ("1",)}, "delayed: expected ranks from 0 to 1, as an int, got '1'"),
+        ({"n": 2, "device": 0}, "device: expected 'auto', 'cpu' or 'cuda', got 0"),
+    ],
+)
+def test_arguments_of_other_types(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        virtual_world(**{"device": "cpu", **arguments})
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"device: expected cuda:0 to cuda:1, .* got 'cuda:2'"):
+        virtual_world(2, "cuda:2")
+
+
+def test_numbers_of_other_kinds_are_taken():
+    world = virtual_world(torch.tensor(2), torch.device("cpu"), seed=torch.tensor(3), timeout=1, delayed=[1])
+    assert (world.size, world.seed, world.timeout, world.delayed) == (2, 3, 1.0, (1,))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")

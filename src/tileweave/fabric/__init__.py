@@ -6,6 +6,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
+from tileweave.fabric.arguments import place, ranks, seconds, whole_number
 from tileweave.fabric.base import MAX_RANKS, REDUCTIONS, Channel, Fabric, FabricTimeout
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
@@ -51,7 +52,7 @@ def _fabric(group: VirtualGroup | dist.ProcessGroup | None, device: torch.device
 
 def virtual_world(
     n: int,
-    device: str = "auto",
+    device: str | torch.device = "auto",
     *,
     seed: int = 0,
     sms: int | None = None,
@@ -67,28 +68,22 @@ def virtual_world(
     `seed`     of the emulator's schedules (CPU only)
     `delayed`  ranks that run only when no other can, so that the others get ahead of them (CPU only)
     `sms`      SMs per rank; by default 4 in the emulator, an equal share of the GPU's otherwise
-    `timeout`  seconds that a kernel waits for a peer before it gives up (the emulator knows when nobody can go on)
+    `timeout`  seconds that a kernel waits for a peer before it gives up, up to 2000; the emulator knows when
+               nobody can go on
 
-    ValueError for impossible arguments; RuntimeError for "cuda" where there is no Hopper GPU or no Triton.
+    TypeError and ValueError for impossible arguments; RuntimeError for "cuda" without a Hopper GPU or Triton.
     """
-    if n < 1:
-        raise ValueError(f"n: expected at least 1 rank, got {n}")
-    if timeout <= 0:
-        raise ValueError(f"timeout: expected a positive number of seconds, got {timeout}")
-    if sms is not None and sms < 1:
-        raise ValueError(f"sms: expected at least 1 SM per rank, got {sms}")
-    if device == "auto":
-        device = "cpu" if cuda_refusal("cuda") else "cuda"
-    kind = torch.device(device)
-    if kind.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected auto, cpu or cuda, got {device!r}")
+    n = whole_number("n", n, 1, "at least 1 rank")
+    seed = whole_number("seed", seed, 0, "a whole number from 0 up")
+    sms = None if sms is None else whole_number("sms", sms, 1, "at least 1 SM per rank")
+    late, timeout, kind = ranks("delayed", delayed, n), seconds("timeout", timeout), place("device", device)
     if kind.type == "cpu":
-        return EmulatedWorld(n, seed, sms or EMULATED_SMS, delayed, timeout)
-    if delayed:
-        raise ValueError(f"delayed: only the emulator can delay ranks, but device is {device!r}; leave it empty")
+        return EmulatedWorld(n, seed, sms or EMULATED_SMS, late, timeout)
+    if late:
+        raise ValueError(f"delayed: only the emulator can delay ranks, but device is {str(kind)!r}; leave it empty")
     refusal = cuda_refusal(kind)
     if refusal:
-        raise RuntimeError(f"device: virtual ranks cannot run on {device!r}: {refusal}; device='cpu' emulates them")
+        raise RuntimeError(f"device: virtual ranks cannot run on {str(kind)!r}: {refusal}; device='cpu' emulates them")
     return VirtualWorld(n, _indexed(kind), sms_per_rank(n, kind, sms), timeout)
 
 
