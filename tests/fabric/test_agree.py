@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import tileweave as tw
+import tileweave.fabric.world as world_module
 from tests.ops.problems import operands
 from tileweave.fabric import fabric_of, virtual_world
 from tileweave.fabric.base import debug_mode
@@ -95,11 +96,38 @@ def test_without_the_variable_nothing_is_exchanged(monkeypatch):
     with virtual_world(WORLD, "cpu") as world:
         world.run(lambda rank, group: [tw.matmul_reduce_scatter(a[rank], b[rank], group) for _ in range(2)])
         assert [label.split("(")[0] for label in met] == ["channel"] * WORLD  # the workspace grew once
-        world.run(lambda rank, group: fabric_of(group).agree(rank))
+        world.run(lambda rank, group: fabric_of(group).agree("this"))
     assert len(met) == WORLD
 
 
-@pytest.mark.parametrize("text", ["", "2", "yes"])
+@pytest.mark.parametrize("situation", DISAGREEMENTS)
+def test_ranks_of_one_process_are_compared_without_debug_mode(situation, monkeypatch):
+    """Also after warm calls, when nothing else would make the ranks meet; whoever comes second is told."""
+    monkeypatch.delenv("TILEWEAVE_DEBUG", raising=False)
+    a, b, _ = operands(WORLD, 4 * M, 4 * N, K, 0)
+    with virtual_world(WORLD, "cpu") as world:
+
+        def differ(rank, group):
+            tw.matmul_reduce_scatter(a[rank], b[rank], group)
+            for x, y, options in calls(rank, situation):
+                tw.matmul_reduce_scatter(x, y, group, **options)
+
+        with pytest.raises(RuntimeError, match="the same calls in the same order, but call 1 of this run is") as caught:
+            world.run(differ)
+        assert "on rank 1" in str(caught.value) and DISAGREEMENTS[situation] in str(caught.value)
+        world.run(lambda rank, group: tw.matmul_reduce_scatter(a[rank], b[rank], group))  # and can go on
+
+
+def test_calls_that_all_ranks_have_made_are_forgotten(monkeypatch):
+    monkeypatch.setattr(world_module, "CALLS", 4)
+    with virtual_world(2, "cpu") as world:
+        world.run(lambda rank, group: [fabric_of(group).agree(i) for i in range(50)])
+        assert len(world._calls) <= 4
+        with pytest.raises(RuntimeError, match=r"call 30 of this run is 3[01] on rank . and 3[01] on rank ."):
+            world.run(lambda rank, group: [fabric_of(group).agree(i + (rank and i >= 30)) for i in range(50)])
+
+
+@pytest.mark.parametrize("text", ["2", "yes"])
 def test_other_values_are_refused(text, monkeypatch):
     monkeypatch.setenv("TILEWEAVE_DEBUG", text)
     with pytest.raises(ValueError, match="TILEWEAVE_DEBUG: expected 0 or 1"):

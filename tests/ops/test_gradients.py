@@ -99,6 +99,17 @@ def test_a_layer_between_others_trains_as_one_process_would():
             assert relative_error(mine, true.detach()) < 0.01
 
 
+def test_forward_mode_is_refused_rather_than_silently_zero():
+    a, b, _ = operands(1, 64, 64, 32, seed=1)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: tw.matmul_reduce_scatter(x, b[0]), (a[0],), (a[0],))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(a[0], a[0])
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            tw.matmul_reduce_scatter(dual, b[0])
+        assert tw.matmul_reduce_scatter(a[0], b[0]).shape == (64, 64)
+
+
 def test_second_derivatives_are_refused():
     a, b, _ = operands(2, 16, 16, 8, seed=6)
 

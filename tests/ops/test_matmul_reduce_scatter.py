@@ -143,6 +143,17 @@ def test_what_tma_cannot_address_falls_back_and_says_so(n, k):
         assert "multiple of 8" in r.reason
 
 
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("k", [8, 7])  # fused, fallback
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_mean_that_fp16_can_hold_does_not_overflow_on_the_way(world, k, deterministic):
+    a = [torch.full((world * 8, k), 40000.0 / k).half()] * world
+    b = [torch.ones(k, 8).half()] * world
+    with tw.virtual_world(world, device="cpu", sms=2) as w:
+        (outs,) = run_calls(w, [(a, b, dict(op="avg"))], deterministic=deterministic)
+    assert_right(outs, a, b, op="avg")
+
+
 def test_more_ranks_than_a_channel_has_words_for_fall_back():
     world = MAX_RANKS + 1
     a, b, _ = operands(1, world, 8, 8, seed=1)
@@ -184,6 +195,9 @@ WRONG = [
     (dict(bias=torch.zeros(8).bfloat16()), ValueError, r"bias must be \[16\].*got \[8\]"),
     (dict(bias=torch.zeros(16)), ValueError, "float32"),
     (dict(out_dtype=torch.float16), ValueError, "out_dtype"),
+    (dict(deterministic="no"), TypeError, "True, False or None, got 'no'"),
+    (dict(max_sms=2**31), ValueError, "max_sms must be below"),
+    (dict(a=torch.zeros(4, 8).bfloat16().to_sparse()), TypeError, "a must be a dense tensor.*to_dense"),
     (dict(plan="fast"), TypeError, "Plan"),
     (dict(plan=Plan(mechanism="multimem")), ValueError, "'tma'"),
     (dict(plan=Plan(schedule="inter_sm")), ValueError, "'intra_sm'"),

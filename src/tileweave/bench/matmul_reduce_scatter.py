@@ -51,8 +51,8 @@ class Recorder(VirtualFabric):
         nothing = torch.zeros(1, 512, dtype=torch.uint8, device=self.device)
         return Channel(op, words[0], words[1][0], nothing, nothing, 10**9)
 
-    def launch(self, kernel, grid, args, *, num_warps) -> None:
-        compiled = self.world.variants.get(kernel, grid, args, num_warps)
+    def launch(self, kernel, grid, args, *, num_warps, variant=None) -> None:
+        compiled = self.world.variants.get(kernel, grid, args, num_warps, variant)
         load(compiled, capturing=False)
         self.kept.append(Launch(compiled, grid, args, torch.cuda.current_stream().cuda_stream, False))
 
@@ -65,7 +65,7 @@ def record(world, a, b, alone: bool, plan: Plan, **options):
         deterministic = options.get("deterministic", False)
         like = Like.of(a[rank]), Like.of(b[rank]), "sum", None
         call, _ = settle(Site.of(fabric), *like, deterministic, None, plan, 0)
-        out = fused(fabric, call, a[rank], b[rank], None, plan)
+        out, _ = fused(fabric, call, a[rank], b[rank], None, plan)
         return fabric.kept[0], out, torch.cuda.current_stream()
 
     return zip(*world.run(rank_program), strict=True)

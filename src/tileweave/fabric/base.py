@@ -22,9 +22,9 @@ REDUCTIONS = ("sum", "avg")
 
 
 def debug_mode() -> bool:
-    """Whether TILEWEAVE_DEBUG=1 asks for debug mode. ValueError unless it is 0, 1 or not set."""
-    text = os.environ.get("TILEWEAVE_DEBUG", "0")
-    if text not in ("0", "1"):
+    """Whether TILEWEAVE_DEBUG=1 asks for debug mode. ValueError unless it is 0, 1, empty or not set."""
+    text = os.environ.get("TILEWEAVE_DEBUG", "")
+    if text not in ("", "0", "1"):
         raise ValueError(f"TILEWEAVE_DEBUG: expected 0 or 1, got {text!r}")
     return text == "1"
 
@@ -70,6 +70,13 @@ class Channel:
     captured: bool = field(default=False, init=False)
 
 
+@dataclass(slots=True)
+class Variant:
+    """The compiled kernel of launches whose arguments Triton specializes alike, once it is known."""
+
+    compiled: Any = None
+
+
 class Fabric(ABC):
     """One rank's side of what joins the ranks of a group.
 
@@ -99,9 +106,18 @@ class Fabric(ABC):
         all ranks; sizes never shrink. While a CUDA graph is being captured it raises RuntimeError instead of growing.
         """
 
+    def views(self, op: str) -> dict[Hashable, Any] | None:
+        """What `op` has left in its channel for its next calls; None where it has no channel yet."""
+        return None
+
     @abstractmethod
-    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
-        """Enqueue `kernel` with `grid` CTAs (at most `sms`) on this rank's current stream. Collective."""
+    def launch(
+        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: "Variant | None" = None
+    ) -> None:
+        """Enqueue `kernel` with `grid` CTAs (at most `sms`) on this rank's current stream. Collective.
+
+        `variant` is the caller's, for launches that Triton would compile alike: the fabric keeps the kernel there.
+        """
 
     @abstractmethod
     def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
@@ -122,11 +138,17 @@ class Fabric(ABC):
         `x` is left as it is; the result is contiguous, on this rank's current stream. Collective.
         """
 
+    @property
+    def compares(self) -> bool:
+        """Whether `agree` does anything: in debug mode, and always between the ranks of one process."""
+        return self.debug
+
     def agree(self, call: Hashable) -> None:
-        """In debug mode, a meeting of all ranks before they make `call`; returns at once otherwise.
+        """In debug mode, a meeting of all ranks before they make `call`.
 
         `call` says all that the ranks must agree on; equal ones compare equal. RuntimeError on every rank, with the
-        `str` of each rank's call, if they differ.
+        call of each, if they differ. Ranks of one process compare their calls without debug mode too, but do not meet
+        for it: the rank that comes second to a call that differs is told.
         """
         if self.debug:
             self._agree(call)

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from tileweave.fabric.base import Channel, Fabric, Outcome, check_labels, debug_mode
+from tileweave.fabric.base import Channel, Fabric, Outcome, Variant, check_labels, debug_mode
 from tileweave.fabric.capability import cuda_refusal
 
 
@@ -35,7 +35,9 @@ class DistributedFabric(Fabric):
         """Raises RuntimeError: there is no peer memory."""
         self._refuse(op)
 
-    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+    def launch(
+        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+    ) -> None:
         """Raises RuntimeError: there are no kernels."""
         self._refuse(kernel.__name__)
 

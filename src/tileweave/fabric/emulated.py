@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tileweave.fabric.base import Outcome
+from tileweave.fabric.base import Outcome, Variant
 from tileweave.fabric.world import World, WorldFabric
 
 T = TypeVar("T")
@@ -51,7 +51,9 @@ class EmulatedFabric(WorldFabric):
 
     world: EmulatedWorld
 
-    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+    def launch(
+        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+    ) -> None:
         """Run the kernel; returns when its CTAs and their asynchronous operations have ended."""
         self.check_grid(kernel, grid)
         self.world._machine.launch(kernel, (grid,), *args, num_warps=num_warps)

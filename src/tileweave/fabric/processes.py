@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave import lang
-from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, STATE_WORDS, Channel, FabricTimeout, debug_mode
+from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, STATE_WORDS, Channel, FabricTimeout, Variant, debug_mode
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.variants import Variants, enqueue, load
@@ -155,7 +155,13 @@ class ProcessFabric(DistributedFabric):
             )
         return self._grow(op, adding_bytes, staging_bytes).channel
 
-    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+    def views(self, op: str) -> dict[Hashable, Any] | None:
+        found = self._ops.get(op)
+        return found.channel.views if found else None
+
+    def launch(
+        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+    ) -> None:
         """Enqueue the kernel on the current stream, after this fabric's earlier launches on other streams."""
         self.check_grid(kernel, grid)
         self.look()
@@ -164,8 +170,8 @@ class ProcessFabric(DistributedFabric):
         index = self.device.index
         if index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.launch(kernel, grid, args, num_warps=num_warps)
-        compiled = self._variants.get(kernel, grid, args, num_warps)
+                return self.launch(kernel, grid, args, num_warps=num_warps, variant=variant)
+        compiled = self._variants.get(kernel, grid, args, num_warps, variant)
         handle, capturing = torch._C._cuda_getCurrentRawStream(index), torch.cuda.is_current_stream_capturing()
         load(compiled, capturing)
         if not capturing and (self._last is None or handle != self._last.cuda_stream):

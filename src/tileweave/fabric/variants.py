@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tileweave import lang
+from tileweave.fabric.base import Variant
 
 
 class Variants:
@@ -23,8 +24,10 @@ class Variants:
         self._compiled: dict[tuple, Any] = {}
         self._compiling = threading.Lock()
 
-    def get(self, kernel: Any, grid: int, args: Sequence[Any], num_warps: int) -> Any:
+    def get(self, kernel: Any, grid: int, args: Sequence[Any], num_warps: int, variant: Variant | None) -> Any:
         """The compiled kernel for these arguments, not necessarily loaded. The kernel's device is the current one."""
+        if variant is not None and variant.compiled is not None:
+            return variant.compiled
         traits = self._traits.get(kernel)
         if traits is None:
             traits = self._traits[kernel] = _traits(kernel)
@@ -37,6 +40,8 @@ class Variants:
                 if found is None:
                     found = kernel.warmup(*args, grid=(grid,), num_warps=num_warps)
                     self._compiled[key] = found
+        if variant is not None:
+            variant.compiled = found
         return found
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tileweave.fabric.base import Abandoned, Channel, Outcome
+from tileweave.fabric.base import Abandoned, Channel, Outcome, Variant
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
 from tileweave.fabric.variants import Variants, enqueue, load
@@ -129,7 +129,9 @@ class VirtualFabric(WorldFabric):
 
     world: VirtualWorld
 
-    def launch(self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int) -> None:
+    def launch(
+        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+    ) -> None:
         """Enqueue the kernel on this rank's current stream, when all ranks have come with the same kernel and grid.
 
         `args` are all its arguments, in order. A rank's launches follow each other also across streams (not across
@@ -137,7 +139,7 @@ class VirtualFabric(WorldFabric):
         """
         self.check_grid(kernel, grid)
         with torch.cuda.device(self.device):
-            compiled = self.world.variants.get(kernel, grid, args, num_warps)
+            compiled = self.world.variants.get(kernel, grid, args, num_warps, variant)
             stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
             last = self.world.last[self.rank]
             if last is not None and last != stream and not capturing:

@@ -16,6 +16,7 @@ from tileweave.fabric.base import Channel, Fabric, Outcome, check_labels, debug_
 from tileweave.fabric.workspace import Workspace
 
 T = TypeVar("T")
+CALLS = 1024  # how many calls a run remembers before it forgets those that all ranks have made
 _thread = threading.local()
 _numbers = itertools.count()
 _worlds: "weakref.WeakValueDictionary[str, World]" = weakref.WeakValueDictionary()
@@ -62,6 +63,9 @@ class World(ABC):
         self.name = f"{size}:tileweave:world:{next(_numbers)}"  # what names are: tileweave.fabric.names
         _worlds[self.name] = self
         self._running = threading.Lock()
+        self._comparing = threading.Lock()
+        self._calls: list[tuple[int, Hashable]] = []  # of the current run: who made each first, and what it was
+        self._made, self._dropped = [0] * size, 0
         self._closed = False
         self._fabrics: list[Fabric] | None = None
 
@@ -91,6 +95,7 @@ class World(ABC):
 
         try:
             self._fabrics = [self._make_fabric(rank) for rank in range(self.size)]
+            self._calls, self._made, self._dropped = [], [0] * self.size, 0
             return self._run(body)
         finally:
             self._fabrics = None
@@ -101,6 +106,24 @@ class World(ABC):
         if self._fabrics is None:
             raise RuntimeError("group: this world is not running; use its groups inside world.run only")
         return self._fabrics[rank]
+
+    def compare(self, rank: int, call: Hashable) -> None:
+        """Hold a rank's next call in this run to that of the rank which made it first; RuntimeError if they differ."""
+        with self._comparing:
+            number = self._made[rank]
+            self._made[rank] += 1
+            if number - self._dropped == len(self._calls):
+                self._calls.append((rank, call))
+            first, other = self._calls[number - self._dropped]
+            if len(self._calls) >= CALLS:  # forget what all ranks have made
+                everywhere = min(self._made) - self._dropped
+                del self._calls[:everywhere]
+                self._dropped += everywhere
+        if other != call:
+            raise RuntimeError(
+                f"the ranks of a group must make the same calls in the same order, but call {number} of this run is "
+                f"{other} on rank {first} and {call} on rank {rank}"
+            )
 
     def close(self) -> None:
         """Release the world's memory. It cannot run afterwards, nor may graphs that hold its calls be replayed."""
@@ -152,6 +175,10 @@ class WorldFabric(Fabric):
         assert grown is not None
         return grown
 
+    def views(self, op: str) -> dict[Hashable, Any] | None:
+        shared = self.world.workspace.ops.get(op)
+        return shared.channels[self.rank].views if shared else None
+
     def memory(self) -> dict[str, dict[str, int]]:
         report = {}
         for op, shared in self.world.workspace.ops.items():
@@ -161,6 +188,15 @@ class WorldFabric(Fabric):
 
     def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
         return self.exchange("rendezvous", None, lambda _: action() if action else None)
+
+    @property
+    def compares(self) -> bool:
+        """Whenever there are ranks to compare: they share a process, so it costs next to nothing."""
+        return self.world_size > 1
+
+    def agree(self, call: Hashable) -> None:
+        super().agree(call)
+        self.world.compare(self.rank, call)
 
     def _agree(self, call: Hashable) -> None:
         self.exchange(call, None, list)

@@ -1,49 +1,58 @@
 """Tensors as TMA sees them: operands, results, and slots in parallel memory."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from tileweave.lang import NVMMASharedLayout, TensorDescriptor
 
 ALIGN = 16  # bytes: base and strides of whatever TMA addresses
-MODELS = 4096
-_models: dict[Hashable, dict] = {}
 
 
-def as_operand(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
-    """`x` as a row-major matrix that TMA can address, and whether that matrix is the transpose of `x`.
-
-    Either stride order costs nothing; anything else (a step in both dimensions, a base or row that is not 16-byte
-    aligned, overlapping rows) is copied once.
-    """
+def is_addressable(x: torch.Tensor) -> bool:
+    """Whether TMA can address a matrix as it lies: one stride is 1, the other and the base are 16-byte aligned."""
     (rows, columns), (row, column) = x.shape, x.stride()
     per_line = ALIGN // x.element_size()
-    if x.data_ptr() % ALIGN == 0:
-        if column == 1 and row >= columns and row % per_line == 0:
-            return x, False
-        if row == 1 and column >= rows and column % per_line == 0:
-            return x.t(), True
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x), False
+    by_rows = column == 1 and row >= columns and row % per_line == 0
+    by_columns = row == 1 and column >= rows and column % per_line == 0
+    return (by_rows or by_columns) and x.data_ptr() % ALIGN == 0
+
+
+def as_operand(x: torch.Tensor) -> torch.Tensor:
+    """`x` as TMA can address it. Either stride order costs nothing; anything else (a step in both dimensions, a base or
+    row that is not 16-byte aligned, overlapping rows) is copied once."""
+    return x if is_addressable(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """An addressable matrix with its rows in one piece, and whether that is the transpose of `x`."""
+    flipped = x.stride(1) != 1 or x.stride(0) < x.shape[1]
+    return (x.t() if flipped else x), flipped
+
+
+class Box:
+    """TMA descriptors of tensors that differ in their data only, in boxes of `block`, with 128-byte swizzling.
+
+    Triton checks a descriptor when it is made, which takes longer than all else that a warm call does for one. So the
+    checks are made once, with `like`, and a call's descriptors are copies with another base.
+    """
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, like: torch.Tensor, block: Sequence[int], padding: str = "zero"):
+        self._fields = dict(vars(describe(like, block, padding)), base=None)
+
+    def at(self, base: torch.Tensor) -> TensorDescriptor:
+        """The descriptor of a tensor like that of the constructor, 16-byte aligned."""
+        made = object.__new__(TensorDescriptor)
+        vars(made).update(self._fields, base=base)
+        return made
 
 
 def describe(x: torch.Tensor, block: Sequence[int], padding: str = "zero") -> TensorDescriptor:
-    """TMA descriptor of `x`, whose base is 16-byte aligned, in boxes of `block`, with 128-byte swizzling.
-
-    Triton checks a descriptor when it is made, which takes longer than all else that a warm call does for one. So the
-    checks are made once per shape, strides and dtype, and later descriptors are copies with another base.
-    """
-    key = (x.shape, x.stride(), x.dtype, tuple(block), padding)
-    model = _models.get(key)
-    if model is None:
-        layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=len(block))
-        model = dict(vars(TensorDescriptor.from_tensor(x, list(block), layout, padding)), base=None)
-        if len(_models) == MODELS:
-            _models.clear()
-        _models[key] = model
-    made = object.__new__(TensorDescriptor)
-    vars(made).update(model, base=x)
-    return made
+    """TMA descriptor of `x` in boxes of `block`, with 128-byte swizzling."""
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=len(block))
+    return TensorDescriptor.from_tensor(x, list(block), layout, padding)
 
 
 def parallel_view(arena: torch.Tensor, count: int, shape: tuple[int, int], dtype: torch.dtype):

@@ -90,11 +90,15 @@ class Agreement(NamedTuple):
         )
 
 
-def check_kinds(a, b, op, bias, out_dtype, plan, max_sms) -> None:
+def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
     for name, x in (("a", a), ("b", b), ("bias", a if bias is None else bias)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{NAME}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+    if deterministic not in (None, True, False):
+        raise TypeError(f"{NAME}: deterministic must be True, False or None, got {deterministic!r}")
     if op not in REDUCTIONS:
         raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
@@ -107,6 +111,8 @@ def check_kinds(a, b, op, bias, out_dtype, plan, max_sms) -> None:
         raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
     if max_sms < 1:
         raise ValueError(f"{NAME}: max_sms must be at least 1, or None for all, got {max_sms}")
+    if max_sms >= 2**31:
+        raise ValueError(f"{NAME}: max_sms must be below 2**31, or None for all, got {max_sms}")
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:

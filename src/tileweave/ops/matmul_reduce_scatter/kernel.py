@@ -114,6 +114,8 @@ def epilogue(work, acc, done, owner, row, col, LAYOUT: gl.constexpr):
     """Multiplier's end of a tile: take in the peers' partial sums if it is an own one, leave it in c_buf."""
     mm = work.matmul
     tile = work.c_buf.reshape([mm.BM, mm.BN])
+    if work.AVERAGE:  # before parts are sent and summed: a mean that the type can hold does not overflow on the way
+        acc = acc * (1.0 / work.flags.world)
     if owner == work.flags.rank:
         first = (done - owned_before(work)) * partials(work)
         for i in range(partials(work)):
@@ -121,8 +123,6 @@ def epilogue(work, acc, done, owner, row, col, LAYOUT: gl.constexpr):
             acc += tile.load(LAYOUT).to(gl.float32)
             gl.fence_async_shared()
             work.partial.release(first + i)
-        if work.AVERAGE:
-            acc = acc * (1.0 / work.flags.world)
         if work.HAS_BIAS:
             cols = col + gl.arange(0, mm.BN, gl.SliceLayout(0, LAYOUT))
             acc += gl.load(work.bias + cols, mask=cols < work.n, other=0.0).to(gl.float32)[None, :]

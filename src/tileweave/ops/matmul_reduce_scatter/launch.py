@@ -1,68 +1,96 @@
 """matmul_reduce_scatter: how it is computed, in one kernel or by torch.matmul and the group's reduce-scatter."""
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from tileweave.fabric import Channel, Fabric
-from tileweave.lang import TensorDescriptor
-from tileweave.ops.descriptors import as_operand, describe, parallel_view
+from tileweave.fabric import Channel, Fabric, Variant
+from tileweave.ops.descriptors import Box, as_operand, by_rows, describe, parallel_view
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan
 from tileweave.planner.plan import GROUP_ROWS, WARPS
 
-VIEWS = 256  # kinds of calls whose slots a channel remembers
-
-
-class Slots(NamedTuple):
-    """Where parts travel to, as the kernel takes it. own: this rank's slots as a pointer; stride: from one to the next
-    in elements."""
-
-    desc: TensorDescriptor
-    own: torch.Tensor
-    stride: int
-
 
 def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """The fallback: the whole product, then the group's reduce-scatter."""
     product = torch.matmul(a.float(), b.float()) if call.out_dtype == torch.float32 else torch.matmul(a, b)
-    result = fabric.reduce_scatter(product.to(call.out_dtype).contiguous(), call.op)
+    if call.op == "avg":  # before the sum, which may not overflow where the mean does not
+        product = product / fabric.world_size
+    result = fabric.reduce_scatter(product.to(call.out_dtype).contiguous(), "sum")
     return result if bias is None else result + bias.to(call.out_dtype)
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
+
+    slots: the kernel's arguments that say where parts travel to, or None in a world of one, where the result stands in
+    for them; tail: its arguments after the bias.
+    """
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+    a: Box
+    b: Box
+    out: Box
+    slots: tuple | None
+    tail: tuple
+    grid: int
+    variant: Variant = field(default_factory=Variant)
+
+    def launch(self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Launch the kernel on the current stream. a, b and bias are 16-byte aligned."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        out_desc = self.out.at(out)
+        slots = self.slots or (describe_slots(out[None, None], out_desc.block_shape), out, 0)
+        extra = out if bias is None else bias
+        args = (fabric.rank, self.a.at(a), self.b.at(b), out_desc, *slots, extra, *self.tail)
+        fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
+        return out
 
 
 def fused(
     fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, plan: Plan
-) -> torch.Tensor:
-    """Launch the kernel on the current stream."""
-    world, (bm, bn, bk) = fabric.world_size, plan.tile
+) -> tuple[torch.Tensor, Prepared | None]:
+    """Launch the kernel on the current stream. Returns the result, and what to use for later calls with tensors like
+    these; None if these had to be copied first."""
+    own_a, own_b, own_bias = as_operand(a), as_operand(b), None if bias is None else as_vector(bias)
+    like_these = own_a is a and own_b is b and own_bias is bias
     if call.k == 0:  # there is no descriptor of an empty tensor: multiply zeros, so that this rank still takes part
-        a, b, = a.new_zeros(call.m, 8), b.new_zeros(8, call.n)  # fmt: skip
-    a, a_t = as_operand(a)
-    b, b_t = as_operand(b)
+        own_a, own_b, like_these = a.new_zeros(call.m, 8), b.new_zeros(8, call.n), False
+    prepared = prepare(fabric, call, own_a, own_b, plan)
+    return prepared.launch(fabric, own_a, own_b, own_bias), prepared if like_these else None
+
+
+def as_vector(bias: torch.Tensor) -> torch.Tensor:
+    """`bias` in one piece and 16-byte aligned."""
+    return (
+        bias
+        if bias.is_contiguous() and bias.data_ptr() % 16 == 0
+        else bias.clone(memory_format=torch.contiguous_format)
+    )
+
+
+def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> Prepared:
+    """Everything of a launch but the tensors' data."""
+    world, (bm, bn, bk) = fabric.world_size, plan.tile
+    (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
     out = torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
-    shard_bytes = call.rows * call.n * out.element_size() if world > 1 else 0
+    shard_bytes = out.nbytes if world > 1 else 0
     channel = fabric.channel(
         NAME, 0 if call.deterministic else shard_bytes, world * shard_bytes if call.deterministic else 0
     )
-    if world > 1:
-        slots = parallel_slots(fabric, call, channel, bm, bn)
-    else:  # none are needed: the result stands in for them
-        slots = Slots(describe_slots(out[None, None], bm, bn), out, 0)
-    args = (
-        fabric.rank,
-        describe(a, (bk, bm) if a_t else (bm, bk)),
-        describe(b, (bn, bk) if b_t else (bk, bn)),
-        describe(out, (bm, bn)),
-        *slots,
-        out if bias is None else bias.contiguous(),
+    tail: tuple[Any, ...] = (
         channel.flags,
         channel.flags.stride(0),
         channel.state,
         channel.timeout_ns // 1000,
         call.rows,
         call.n,
-        a.shape[0] if a_t else a.shape[1],
+        a_rows.shape[0] if a_t else a_rows.shape[1],
         world,
         bm,
         bn,
@@ -72,33 +100,36 @@ def fused(
         a_t,
         b_t,
         call.deterministic,
-        bias is not None,
+        call.bias,
         call.op == "avg",
     )
     tiles = -(-call.rows // bm) * -(-call.n // bn) * world
-    fabric.launch(matmul_reduce_scatter_kernel, min(usable_sms(fabric.sms, call), tiles), args, num_warps=WARPS)
-    return out
+    return Prepared(
+        (call.rows, call.n),
+        call.out_dtype,
+        a.device,
+        Box(a_rows, (bk, bm) if a_t else (bm, bk)),
+        Box(b_rows, (bn, bk) if b_t else (bk, bn)),
+        Box(out, (bm, bn)),
+        parallel_slots(fabric, call, channel, (bm, bn)) if world > 1 else None,
+        tail,
+        min(usable_sms(fabric.sms, call), tiles),
+    )
 
 
-def parallel_slots(fabric: Fabric, call: Call, channel: Channel, bm: int, bn: int) -> Slots:
-    """The slots of all ranks for this call. Remembered by the channel, as making them takes longer than the launch.
+def parallel_slots(fabric: Fabric, call: Call, channel: Channel, block: tuple[int, int]) -> tuple:
+    """The slots of all ranks as a descriptor, this rank's own as a tensor, the distance of two slots in elements.
 
     The distance depends on the arena, not on the shape: call e + 1 may be of another shape while a slow peer is still
     in call e.
     """
-    key = (call.deterministic, call.rows, call.n, call.out_dtype, bm, bn)
-    found = channel.views.get(key)
-    if found is None:
-        arena = channel.staging if call.deterministic else channel.adding
-        count = 2 * fabric.world_size if call.deterministic else 2
-        slots, stride = parallel_view(arena, count, (call.rows, call.n), call.out_dtype)
-        if len(channel.views) == VIEWS:
-            channel.views.clear()
-        found = channel.views[key] = Slots(describe_slots(slots, bm, bn), slots[fabric.rank], stride)
-    return found
+    arena = channel.staging if call.deterministic else channel.adding
+    count = 2 * fabric.world_size if call.deterministic else 2
+    slots, stride = parallel_view(arena, count, (call.rows, call.n), call.out_dtype)
+    return describe_slots(slots, block), slots[fabric.rank], stride
 
 
-def describe_slots(slots: torch.Tensor, bm: int, bn: int) -> TensorDescriptor:
-    """TMA descriptor of slots `[world, slots, rows, N]`. Out of bounds it reads NaN: what an aborted wait makes a
+def describe_slots(slots: torch.Tensor, block):
+    """TMA descriptor of slots `[world, slots, rows, n]`. Out of bounds it reads NaN: what an aborted wait makes a
     result of."""
-    return describe(slots, (1, 1, bm, bn), padding="nan")
+    return describe(slots, (1, 1, *block), padding="nan")

@@ -1,10 +1,11 @@
 """matmul_reduce_scatter: what users call."""
 
 import torch
+from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, check_kinds, settle
-from tileweave.ops.matmul_reduce_scatter.operator import OPERATOR
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site, check_kinds, operand_dtype, settle
+from tileweave.ops.matmul_reduce_scatter.operator import OPERATOR, run
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 
@@ -29,7 +30,8 @@ def matmul_reduce_scatter(
             the same on every rank.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
             virtual world, else torch.distributed's WORLD, else a world of one.
-        op: "sum", or "avg" for the sum divided by the world size.
+        op: "sum", or "avg": each part divided by the world size before it is sent, so that a mean that the dtype can
+            hold does not overflow on the way.
         bias: `[N]`, dtype of `a`, the same on all ranks; added once, after the reduction.
         deterministic: True: each source's part is kept apart and summed in a fixed order in float32, so that equal
             inputs give equal bits; always so for two ranks. False: parts are added in the result's dtype in order of
@@ -62,21 +64,45 @@ def matmul_reduce_scatter(
             being captured.
         FabricTimeout: a peer did not take part within the group's timeout.
     """
-    check_kinds(a, b, op, bias, out_dtype, plan, max_sms)
+    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
     name, deterministic = group_name(group), _resolve(deterministic)
     text = "" if plan is None else plan.to_json()
-    return OPERATOR(a, b, name, op, bias, deterministic, out_dtype, text, max_sms or 0)
+    call = run if _is_plain(a, b, bias) else OPERATOR
+    return call(a, b, name, op, bias, deterministic, out_dtype, text, max_sms or 0)
 
 
 def route(
     a, b, group=None, *, op="sum", bias=None, deterministic=None, out_dtype=None, plan=None, max_sms=None
 ) -> Route:
     """What `matmul_reduce_scatter` would do with these arguments; launches nothing, raises what it would raise."""
-    check_kinds(a, b, op, bias, out_dtype, plan, max_sms)
+    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
     site, a, b, bias = Site.of(fabric_of(group, a.device)), Like.autocast(a), Like.autocast(b), Like.autocast(bias)
     return settle(site, a, b, op, bias, _resolve(deterministic), out_dtype, plan, max_sms or 0)[1]
 
 
+def _is_plain(*tensors: torch.Tensor | None) -> bool:
+    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation.
+
+    It comes to it through two kernels in Python, which takes as long as all the rest of a warm call but the launch.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    graded = torch.is_grad_enabled()
+    for x in tensors:
+        if x is not None and (
+            type(x) not in (torch.Tensor, torch.nn.Parameter)
+            or (graded and x.requires_grad)
+            or operand_dtype(x) != x.dtype
+        ):
+            return False
+    return True
+
+
 def _resolve(deterministic: bool | None) -> bool:
     """The caller's wish, else PyTorch's global setting."""
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else bool(deterministic)
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
