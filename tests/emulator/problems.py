@@ -24,13 +24,14 @@ def load(path: Path, name: str):
     return module
 
 
-def mutant(tmp_path: Path, file: str, edits):
-    """A kernel file with edits (old, new), each of which must match exactly once."""
-    text = (KERNELS / file).read_text()
+def mutant(tmp_path: Path, file: str | Path, edits):
+    """A kernel file, here or at an absolute path, with edits (old, new), each of which must match exactly once."""
+    source = KERNELS / file
+    text = source.read_text()
     for old, new in edits:
         assert text.count(old) == 1, f"{text.count(old)} matches in {file} of {old!r}"
         text = text.replace(old, new)
-    path = tmp_path / file
+    path = tmp_path / source.name
     path.write_text(text)
     return load(path, f"mutant_{path.stem}")
 

@@ -54,7 +54,7 @@ def test_an_arrival_too_few_is_a_deadlock():
     ("what", "text"),
     [
         ("before init", "used before mbarrier_init"),
-        ("after invalidate", "used before mbarrier_init"),
+        ("after invalidate", "used after mbarrier_invalidate"),
         ("too many", "more arrivals than the 1"),
         ("bytes", "transaction count out of range"),
         ("index", "index 2 of bar: 0 to 1 are legal"),
@@ -63,6 +63,22 @@ def test_an_arrival_too_few_is_a_deadlock():
 def test_mbarrier_misuse(what, text):
     with pytest.raises(ProtocolError, match=text):
         launch(0, k.barrier_misuse, what)
+
+
+@pytest.mark.parametrize("what", ["late init", "late invalidate"])
+def test_a_barrier_whose_life_is_not_ordered_with_its_use(what):
+    kinds = set()
+    for seed in range(20):
+        with pytest.raises((RaceError, ProtocolError)) as found:
+            launch(seed, k.barrier_lives, torch.zeros(1), what)
+        kinds.add(found.type)
+        assert "bar" in str(found.value)
+    assert RaceError in kinds
+
+
+def test_a_barrier_may_be_invalidated_when_all_uses_are_over():
+    for seed in SEEDS:
+        launch(seed, k.barrier_lives, torch.zeros(1), "ordered")
 
 
 # ---------------------------------------------------------------- TMA

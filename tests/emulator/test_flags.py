@@ -90,6 +90,15 @@ def test_an_abort_makes_waits_return_false():
         assert out.item() == 0
 
 
+def test_after_an_abort_a_wait_fails_also_where_its_flag_is_there():
+    for abort in (0, 1):
+        out, flags = torch.full((1,), -1, dtype=torch.int32), flags_of(1, first=5)
+        flags[0, 0] = abort
+        world = World(1)
+        world.run(lambda r, w=world, f=flags, o=out: w.launch(k.waits, (1,), r, 1, f, HEADER + 8, 3, 4, o))
+        assert out.item() == 1 - abort
+
+
 @pytest.mark.parametrize("W", [1, 2, 3])
 def test_meetings_back_to_back(W):
     for seed in SEEDS:

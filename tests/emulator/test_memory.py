@@ -79,6 +79,54 @@ def test_a_single_element_is_loaded_by_every_thread():
             launch(seed, k.hands_over, x, counter, 0, grid=2)
 
 
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a tile store, then a load of reversed addresses",
+        "two tile stores to swapped addresses",
+        "a tile, then a shifted one",
+        "a tile, then an element of every thread",
+        "an atomic, then a tile load",
+        "one element, then a tile",
+        "a load by every thread, then a store by one",
+        "two loads, then a tile like the second",
+        "one element by all threads, twice",
+    ],
+)
+def test_threads_of_a_partition_race_without_a_barrier(what):
+    for seed in SEEDS:
+        x, y = torch.zeros(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32)
+        launch(seed, k.shares, x, y, what, 1)
+        with pytest.raises(RaceError, match=r"missing: barrier\(\) of the partition between the two") as found:
+            launch(seed, k.shares, x, y, what, 0)
+        assert str(found.value).count("primitives.py") == 2
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a tile, then the same",
+        "a tile, then the same by atomics",
+        "a masked tile, then the whole",
+        "one element, then an atomic",
+        "one element by all threads, once",
+        "loads",
+    ],
+)
+def test_a_thread_that_stays_at_its_elements_needs_no_barrier(what):
+    for seed in SEEDS:
+        launch(seed, k.shares, torch.zeros(256, dtype=torch.int32), torch.zeros(256, dtype=torch.int32), what, 0)
+
+
+def test_an_acquire_of_the_first_thread_does_not_order_a_tile():
+    for seed in SEEDS:
+        x, counter = torch.zeros(256, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        launch(seed, k.takes_over, x, counter, 1, grid=2)
+        counter.zero_()
+        with pytest.raises(RaceError, match="write: store by rank 0 CTA 0"):
+            launch(seed, k.takes_over, x, counter, 0, grid=2)
+
+
 @pytest.mark.parametrize("everywhere", [0, 1])
 def test_sums_over_ranks(everywhere):
     data, out = randn(3, 128, seed=0), torch.zeros(128)

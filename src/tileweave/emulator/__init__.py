@@ -10,9 +10,8 @@ at a scope, proxy fences and kernel boundaries. Works with Triton installed and 
 What is modelled: TMA loads, stores and reduce-adds that read late and land later; wgmma that reads until waited for;
 mbarriers with phase, arrivals and bytes; the async proxies of shared and global memory and their fences; multicast
 addresses and alias fences; atomics with order and scope; flags, of which a wait learns no more than its value tells;
-the first, the elected and the other threads of a partition; CTAs that are not co-resident; ranks that drift apart.
-What is not: time, layouts and bank conflicts, clusters, plain stores of which the values (not only the order) arrive
-late, the visibility of mbarrier initialization.
+the first, the elected and the other threads of a partition; the order of an mbarrier's initialization and end with its
+uses; CTAs that are not co-resident; ranks that drift apart. What is not: docs/emulator.md lists it.
 """
 
 from tileweave.emulator.errors import DeadlockError, EmulatorError, ProtocolError, RaceError

@@ -84,6 +84,7 @@ class Partition(greenlet):
         self.stores: list = []  # bulk stores that no full wait has covered
         self.mmas: list = []  # wgmma in flight
         self.elected: list[tuple[int, int]] = []  # completions that only the elected thread knows of
+        self.barriers = 0  # among its threads, so far
         self.dirty: dict[Any, str] = {}  # shared memory touched since the last barrier
         self.waiting: tuple | None = None
         self.waiters: list = []
@@ -102,6 +103,7 @@ class Partition(greenlet):
     def sync(self) -> None:
         """A barrier among the threads of the partition."""
         crowd, clock = self.crowd, self.clock
+        self.barriers += 1
         if crowd.apart is not None:
             crowd.apart = None
         local = clock.local

@@ -79,15 +79,18 @@ def fence_proxy_async():
 
 def mbarrier_init(mbarrier, count):
     """Give the barrier its number of arrivals a phase."""
-    memory, offset = mbarrier.memory, mbarrier.t.storage_offset()
+    me, memory, offset = getcurrent(), mbarrier.memory, mbarrier.t.storage_offset()
+    place = Place(me, "mbarrier_init")
+    former = memory.barriers.get(offset)
+    if former is not None:
+        former.end(place)
     name = f"{memory.name}[{offset}]" if memory.tensor.numel() > 1 else memory.name
-    cta = getcurrent().cta
-    memory.barriers[offset] = MBarrier(name, int(count), Clock.starting(cta.final.past[0]))
+    memory.barriers[offset] = MBarrier(memory, name, int(count), Clock.starting(me.cta.final.past[0]), place)
 
 
 def mbarrier_invalidate(mbarrier):
     """End the barrier's life."""
-    mbarrier.memory.barriers.pop(mbarrier.t.storage_offset(), None)
+    mbarrier.barrier_for("mbarrier_invalidate").end(Place(getcurrent(), "mbarrier_invalidate"))
 
 
 def mbarrier_expect(mbarrier, bytes, pred=True):
@@ -95,7 +98,7 @@ def mbarrier_expect(mbarrier, bytes, pred=True):
     if pred:
         me = getcurrent()
         me.sync()
-        mbarrier.barrier.update(me, 1, int(bytes))
+        mbarrier.barrier_for("mbarrier_expect").update(me, 1, int(bytes))
 
 
 def mbarrier_arrive(mbarrier, *, count=1, pred=True):
@@ -103,13 +106,13 @@ def mbarrier_arrive(mbarrier, *, count=1, pred=True):
     if pred:
         me = getcurrent()
         me.sync()
-        mbarrier.barrier.update(me, int(count))
+        mbarrier.barrier_for("mbarrier_arrive").update(me, int(count))
 
 
 def mbarrier_wait(mbarrier, phase, pred=True, deps=()):
     """Wait until the phase of this parity has completed."""
     if pred:
-        mbarrier.barrier.wait(int(phase) & 1)
+        mbarrier.barrier_for("mbarrier_wait").wait(int(phase) & 1)
 
 
 # ---------------------------------------------------------------- TMA
@@ -195,7 +198,7 @@ def tma_load(desc, coord, bar, buf, pred=True):
         me = getcurrent()
         _check_transfer(me, desc, buf)
         me.sync()
-        TmaLoad(me, desc, coord, bar.barrier, buf)
+        TmaLoad(me, desc, coord, bar.barrier_for("TMA load"), buf)
 
 
 def _put(kind, desc, coord, buf) -> None:

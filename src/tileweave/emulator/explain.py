@@ -17,6 +17,8 @@ def missing_order(space: str, x, access, who, why: str) -> str:
             f"{fence} between the two, in {access.part.cta.title} after the wait or barrier that orders them: "
             "they go through different proxies"
         )
+    if why == "barrier":
+        return "barrier() of the partition between the two: different threads of it touch the same element"
     if why == "alias":
         return "fence_proxy_alias between the access through multicast and the one through unicast addresses"
     return _unordered(space, x, access, who)

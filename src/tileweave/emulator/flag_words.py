@@ -63,7 +63,8 @@ def signal_all(flags, index, value):
 def wait(flags, index, expected):
     """Wait until flag `index` of this rank has reached `expected`; acquire at system scope by the whole partition.
 
-    Returns False once the rank's abort word is set. There is no time here: what would time out is a deadlock.
+    Returns False once the rank's abort word is set, also if the flag is there, and then has acquired nothing. There is
+    no time here: what would time out is a deadlock.
     """
     me = getcurrent()
     element = flags.element(flags.rank, index, "wait")
@@ -71,12 +72,11 @@ def wait(flags, index, expected):
     byte, abort = element * _WORD_BYTES, flags.ptr.offset + flags.rank * flags.stride + ABORT
     expected = int(expected)
     me.pause()
-    seen = flat[element].item()
-    while wrapped(seen - expected) < 0:
-        if flat[abort].item():
-            return False
+    while not flat[abort].item() and wrapped(flat[element].item() - expected) < 0:
         me.block(memory.watch(byte, abort * _WORD_BYTES), _describe, flags, index, expected, element)
-        seen = flat[element].item()
+    if flat[abort].item():
+        me.sync()
+        return False
     place = Place(me, f"wait for flag {index} to reach {expected}")
     memory.access("atomic", strided(element, (), (), _WORD_BYTES), me, place)
     memory.acquire_signal(byte, me, lambda value: wrapped(value - expected) >= 0)

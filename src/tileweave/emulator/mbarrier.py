@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from greenlet import getcurrent
 
-from tileweave.emulator.clocks import Clock
+from tileweave.emulator.clocks import GENERIC, Clock
 from tileweave.emulator.errors import ProtocolError
+from tileweave.emulator.memory import Access, Memory
 from tileweave.emulator.places import Place
+
+if TYPE_CHECKING:
+    from tileweave.emulator.agents import Partition
 
 _TX_LIMIT = 1 << 20  # the hardware's range of a transaction count
 
 
 class MBarrier:
-    """One mbarrier. `visible` is the clock that the completion of the last phase carries."""
+    """One mbarrier. `visible` is the clock that the completion of the last phase carries.
 
-    __slots__ = ("clock", "count", "name", "pending", "phase", "tx", "visible", "waiters")
+    `birth` is its initialization, a write of its word, `uses` the latest read of it by each partition. These accesses
+    are far too frequent for the history of a memory, and need none of it.
+    """
 
-    def __init__(self, name: str, count: int, clock: Clock):
-        self.name, self.count, self.pending, self.tx, self.phase = name, count, count, 0, 0
+    __slots__ = (
+        "alive", "birth", "clock", "count", "memory", "name", "pending", "phase", "tx", "uses", "visible", "waiters",
+    )  # fmt: skip
+
+    def __init__(self, memory: Memory, name: str, count: int, clock: Clock, birth: Place):
+        self.memory, self.name, self.alive, self.birth = memory, name, True, birth
+        self.count, self.pending, self.tx, self.phase = count, count, 0, 0
         self.clock, self.visible = clock, clock.copy()
         self.waiters: list = []
+        self.uses: dict[Partition, Place] = {birth.part: birth}
 
     def __str__(self):
         return (
             f"mbarrier {self.name} (phase {self.phase}, pending arrivals {self.pending} of {self.count}, "
             f"pending bytes {self.tx})"
         )
+
+    def use(self, place: Place) -> None:
+        """Enter a use; a race where nothing orders it after the initialization."""
+        if place.part not in self.uses:
+            self._check(self.birth, place, "read")
+        self.uses[place.part] = place
+
+    def end(self, place: Place) -> None:
+        """End its life, or begin another one; a race where nothing orders that after all uses."""
+        for use in self.uses.values():
+            self._check(use, place, "write")
+        self.alive, self.birth, self.uses = False, place, {place.part: place}
+
+    def _check(self, earlier: Place, later: Place, kind: str) -> None:
+        first, part = earlier.part, later.part
+        if first is not part and part.clock.knows(GENERIC, part.cta, first.cta, first.lane) < earlier.event:
+            x = Access("write" if earlier is self.birth else "read", first, earlier)
+            self.memory.found(x, Access(kind, part, later), part, "order")
 
     def update(self, agent, arrivals: int = 0, tx: int = 0) -> None:
         """Arrivals and transaction bytes by a partition or an asynchronous operation; may complete the phase."""

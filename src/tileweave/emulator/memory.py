@@ -14,6 +14,7 @@ from tileweave.emulator.regions import Region
 
 if TYPE_CHECKING:
     from tileweave.emulator.agents import CTA, Partition
+    from tileweave.emulator.mbarrier import MBarrier
     from tileweave.emulator.world import World
 
 STRONG = ("add", "atomic")  # kinds of access that do not race among themselves
@@ -34,14 +35,20 @@ def mutual(scope: str, cta: CTA, other_scope: str, other: CTA) -> bool:
 
 
 class Access:
-    """One access: its kind, the lane and event that made it, and where."""
+    """One access: its kind, the lane and event that made it, and where.
 
-    __slots__ = ("count", "cta", "is_async", "kind", "lane", "multicast", "part", "place", "scope")
+    `pattern` tells which thread touches which element, `barriers` how many barriers of the partition came before.
+    """
 
-    def __init__(self, kind, who, place, scope, multicast):
-        self.kind, self.place, self.scope, self.multicast = kind, place, scope, multicast
+    __slots__ = (
+        "barriers", "count", "cta", "is_async", "kind", "lane", "multicast", "part", "pattern", "place", "scope",
+    )  # fmt: skip
+
+    def __init__(self, kind, who, place, scope="sys", multicast=False, pattern=None):
+        self.kind, self.place, self.scope, self.multicast, self.pattern = kind, place, scope, multicast, pattern
         self.lane, self.count, self.is_async, self.cta = who.lane, who.count, who.is_async, who.cta
         self.part = place.part
+        self.barriers = self.part.barriers
 
 
 class Group:
@@ -94,7 +101,7 @@ class Memory:
         self.versions: dict[int, int] = {}  # of locations that somebody has looked at more than once: changes so far
         self.watchers: dict[int, list] = {}  # partitions that wait for the location at a byte to change
         self.aborts: dict[int, set[int]] = {}  # locations whose watchers a change of this one wakes as well
-        self.barriers: dict[int, object] = {}
+        self.barriers: dict[int, MBarrier] = {}
         self._flat: dict[torch.dtype, torch.Tensor] = {}
 
     def forget(self) -> None:
@@ -158,16 +165,19 @@ class Memory:
         ]
         return group.near
 
-    def access(self, kind: str, region: Region, who, place: Place, scope: str = "sys", multicast: bool = False) -> None:
+    def access(
+        self, kind: str, region: Region, who, place: Place, scope: str = "sys", multicast: bool = False, pattern=None
+    ) -> None:
         """Check an access against the history, and enter it.
 
         `kind` is 'read', 'write', or 'add' and 'atomic', which do not race among themselves where their scopes include
-        each other. Reports through `World.found`.
+        each other. Two tile-wide accesses of equal `pattern` have each thread at the same elements; None equals no
+        other. Reports through `World.found`.
         """
         if region.lo >= region.hi:
             return
         group = self.group(region)
-        access = Access(kind, who, place, scope, multicast)
+        access = Access(kind, who, place, scope, multicast, pattern)
         strong = kind in STRONG and scope == "sys"
         self.written = self.written or kind != "read"
         if self.written and self._unplaced:
@@ -197,7 +207,7 @@ class Memory:
             if self.versions and kind != "atomic":
                 for byte in [b for b in self.versions if region.contains(b)]:
                     self.changed(byte)
-        history[who.cta, who.lane, kind, scope] = access
+        history[who.cta, who.lane, kind, scope, pattern] = access
         if len(history) > _PRUNE:
             self._prune(history)
 
@@ -211,24 +221,39 @@ class Memory:
         clock, cta, part, is_async = who.clock, who.cta, access.part, who.is_async
         kind, scope, row = access.kind, access.scope, self.row
         strong = kind in STRONG
+        mine = None  # the same access by others of the partition's threads
         for x in history.values():
             why = ""
             if strong and x.kind in STRONG:
                 if scope == x.scope == "sys" or mutual(scope, cta, x.scope, x.cta):
                     continue
                 why = "scope"
-            if x.part is part and not is_async and not x.is_async:
-                if x.multicast is not access.multicast:
+            if x.place is access.place:
+                mine = x
+            elif x.part is part and not is_async and not x.is_async:
+                if x.barriers == part.barriers and self._between_threads(x, access):
+                    self.found(x, access, who, "barrier")
+                elif x.multicast is not access.multicast:
                     self._check_alias(x, access, who)
-                continue
-            if clock.knows(GENERIC, cta, x.cta, x.lane) < x.count:
-                self._found(x, access, who, why or "order")
+            elif clock.knows(GENERIC, cta, x.cta, x.lane) < x.count:
+                self.found(x, access, who, why or "order")
             elif is_async and not (x.is_async and x.cta is cta) and clock.knows(row, cta, x.cta, x.lane) < x.count:
-                self._found(x, access, who, "proxy")
+                self.found(x, access, who, "proxy")
             elif x.multicast is not access.multicast:
                 self._check_alias(x, access, who)
         if drop:
             history.clear()
+            if mine is not None:
+                history[mine.cta, mine.lane, mine.kind, mine.scope, mine.pattern] = mine
+
+    def _between_threads(self, x: Access, access: Access) -> bool:
+        """Whether different threads of a partition make two accesses that no barrier of it separates.
+
+        The compiler puts barriers between dependent accesses to shared memory, but none between those to global memory.
+        """
+        if self.space != "global" or x.lane == access.lane:
+            return False
+        return x.pattern is None or x.pattern != access.pattern
 
     def _check_alias(self, x: Access, access: Access, who) -> None:
         """Accesses of one partition through multicast and unicast addresses need an alias fence between."""
@@ -238,9 +263,10 @@ class Memory:
         else:
             seen = who.clock.knows(ALIAS, who.cta, x.cta, x.lane)
         if seen < x.count:
-            self._found(x, access, who, "alias")
+            self.found(x, access, who, "alias")
 
-    def _found(self, x: Access, access: Access, who, why: str) -> None:
+    def found(self, x: Access, access: Access, who, why: str) -> None:
+        """Report a race of access `x` with a later one by agent `who`; `why` is what `missing_order` takes."""
         self.world.found(
             f"race on {self.space} memory {self.name}\n    {x.kind}: {x.place}\n    {access.kind}: {access.place}\n"
             f"    missing: {missing_order(self.space, x, access, who, why)}"

@@ -8,7 +8,7 @@ from greenlet import getcurrent
 from tileweave.emulator.clocks import ALIAS
 from tileweave.emulator.errors import ProtocolError
 from tileweave.emulator.places import Place
-from tileweave.emulator.regions import EMPTY, scattered
+from tileweave.emulator.regions import EMPTY
 from tileweave.emulator.tiles import DTYPES, Tile, raw, scalar, wrapped
 from tileweave.emulator.views import Pointer
 
@@ -27,8 +27,11 @@ def _unicast(ptr, what: str) -> Pointer:
 
 
 def _everybody(me, is_tile: bool):
-    """Who takes part: all threads in a tile-wide access, the first in one to a single element."""
-    return (me, me.crowd) if is_tile else (me,)
+    """Who takes part: all threads in a tile-wide access, the first in one to a single element.
+
+    The crowd comes first: a write takes the place of what it is checked against, and the crowd knows least.
+    """
+    return (me.crowd, me) if is_tile else (me,)
 
 
 def load(pointer, mask=None, other=None, **_):
@@ -36,10 +39,10 @@ def load(pointer, mask=None, other=None, **_):
     me = getcurrent()
     ptr = _unicast(pointer, "load")
     me.pause()
-    offsets, keep, region = ptr.elements(mask, "load")
+    offsets, keep, region, pattern = ptr.elements(mask, "load")
     place = Place(me, "load")
-    for who in (me, me.crowd):  # a single element, too, is loaded by every thread
-        ptr.memory.access("read", region, who, place)
+    for who in _everybody(me, True):  # a single element, too, is loaded by every thread
+        ptr.memory.access("read", region, who, place, pattern=pattern)
     flat = ptr.flat
     if keep is None:
         found = flat[offsets]
@@ -55,10 +58,10 @@ def store(pointer, value, mask=None, **_):
     me = getcurrent()
     ptr = _unicast(pointer, "store")
     me.pause()
-    offsets, keep, region = ptr.elements(mask, "store")
+    offsets, keep, region, pattern = ptr.elements(mask, "store")
     place = Place(me, "store")
     for who in _everybody(me, isinstance(ptr.offset, torch.Tensor)):
-        ptr.memory.access("write", region, who, place)
+        ptr.memory.access("write", region, who, place, pattern=pattern)
     if region is EMPTY:
         return
     flat = ptr.flat
@@ -92,7 +95,7 @@ def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
         return _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used)
     if mask is not None and not bool(raw(mask)):
         return 0
-    _, _, region = ptr.elements(None, name)
+    region = ptr.elements(None, name)[2]
     memory, flat, byte, offset = ptr.memory, ptr.flat, region.lo, int(ptr.offset)
     place = Place(me, f"{name}, {sem}, scope {scope}")
     poll = memory, byte, place.code, place.instruction
@@ -127,10 +130,10 @@ def _describe_poll(memory, flat, offset) -> str:
 def _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used):
     """Every thread its elements; one after the other, as several may name one element."""
     me.pause()
-    offsets, keep, region = ptr.elements(mask, name)
+    offsets, keep, region, pattern = ptr.elements(mask, name)
     place = Place(me, f"{name}, {sem}, scope {scope}")
     for who in _everybody(me, True):
-        ptr.memory.access("atomic", region, who, place, scope)
+        ptr.memory.access("atomic", region, who, place, scope, pattern=pattern)
     memory, flat, size = ptr.memory, ptr.flat, ptr.flat.element_size()
     keep = torch.ones(offsets.shape, dtype=torch.bool) if keep is None else keep
     old = torch.zeros(offsets.shape, dtype=flat.dtype)
@@ -182,7 +185,7 @@ def atomic_max(pointer, val, mask=None, sem=None, scope=None, used=True):
 
 
 def _slices(ptr, what: str):
-    """Offsets and mask-free bytes of the elements in every rank's slice."""
+    """`Pointer.elements` of the elements in every rank's slice."""
     if not isinstance(ptr, Pointer) or not ptr.slices:
         raise ProtocolError(
             f"{what} on a unicast address: only a multicast address (host: Multicast(tensor)) is legal: "
@@ -198,11 +201,7 @@ def _slices(ptr, what: str):
             f"{what} at elements {low} to {high} of a slice of {ptr.memory.name}, which has {distance}: "
             f"{Place(getcurrent(), what)}"
         )
-    size = ptr.torch_dtype.itemsize
-    return [
-        (offsets + rank * distance, scattered((offsets + rank * distance).reshape(-1).numpy(), size))
-        for rank in range(n)
-    ]
+    return [Pointer(ptr.memory, ptr.torch_dtype, offsets + rank * distance).elements(None, what) for rank in range(n)]
 
 
 def _multimem(ptrs, what: str, kind: str):
@@ -210,28 +209,28 @@ def _multimem(ptrs, what: str, kind: str):
     me.pause()
     slices = _slices(ptrs, what)
     place = Place(me, what)
-    for _, region in slices:
+    for _, _, region, pattern in slices:
         for who in _everybody(me, True):
-            ptrs.memory.access(kind, region, who, place, multicast=True)
+            ptrs.memory.access(kind, region, who, place, multicast=True, pattern=pattern)
     return slices
 
 
 def multimem_load_reduce(ptrs):
     """Sum over all ranks, float32 accumulation, of 16-bit floats at multicast addresses."""
     slices = _multimem(ptrs, "multimem_load_reduce", "read")
-    total = sum(ptrs.flat[offsets].float() for offsets, _ in slices)
+    total = sum(ptrs.flat[offsets].float() for offsets, *_ in slices)
     return Tile(total.to(ptrs.torch_dtype))
 
 
 def multimem_store(ptrs, value):
     """Store to every rank at once."""
-    for offsets, _ in _multimem(ptrs, "multimem_store", "write"):
+    for offsets, *_ in _multimem(ptrs, "multimem_store", "write"):
         ptrs.flat[offsets] = value.t.to(ptrs.torch_dtype)
 
 
 def multimem_add(ptrs, value):
     """Add to every rank's memory at once, atomically."""
-    for offsets, _ in _multimem(ptrs, "multimem_add", "add"):
+    for offsets, *_ in _multimem(ptrs, "multimem_add", "add"):
         ptrs.flat[offsets] += value.t.to(ptrs.torch_dtype)
 
 

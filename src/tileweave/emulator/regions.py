@@ -29,6 +29,11 @@ class Region:
             self._ends = self._starts + self.run
         return self._starts, self._ends
 
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes in it."""
+        return self.rows * self.run if self._starts is None else int((self._ends - self._starts).sum())
+
     def _columns(self, other: Region) -> tuple[int, int, int, int] | None:
         """First row and column of both in a common pitch, or None if there is none."""
         pitch = self.pitch or other.pitch

@@ -10,6 +10,7 @@ import torch
 from greenlet import getcurrent
 
 from tileweave.emulator.errors import ProtocolError
+from tileweave.emulator.mbarrier import MBarrier
 from tileweave.emulator.memory import Memory
 from tileweave.emulator.places import Place
 from tileweave.emulator.regions import EMPTY, Region, scattered, strided
@@ -110,12 +111,17 @@ class View:
         self.memory.access("write", self.region, me, Place(me, "store"))
         self.t.copy_(value.t)
 
-    @property
-    def barrier(self):
-        """The mbarrier that lives here; ProtocolError before mbarrier_init and after mbarrier_invalidate."""
-        found = self.memory.barriers.get(self.t.storage_offset())
-        if found is None:
-            raise ProtocolError(f"mbarrier {self.memory.name} used before mbarrier_init: {Place(getcurrent(), 'use')}")
+    def barrier_for(self, what: str) -> MBarrier:
+        """The mbarrier that lives here, for a use by the current partition.
+
+        ProtocolError before mbarrier_init and after mbarrier_invalidate.
+        """
+        place = Place(getcurrent(), what)
+        found = self.memory.barriers.get(int(self.t.storage_offset()))
+        if found is None or not found.alive:
+            when = "before mbarrier_init" if found is None else "after mbarrier_invalidate"
+            raise ProtocolError(f"mbarrier {self.memory.name} used {when}: {place}")
+        found.use(place)
         return found
 
 
@@ -171,21 +177,29 @@ class Pointer:
         """The storage as a vector of elements."""
         return self.memory.flat(self._dtype)
 
-    def elements(self, mask, what: str) -> tuple[torch.Tensor, torch.Tensor | None, Region]:
-        """Offsets, mask (None: all) and the bytes meant; ProtocolError where some lie outside of the storage."""
+    def elements(self, mask, what: str) -> tuple[torch.Tensor, torch.Tensor | None, Region, int | None]:
+        """Offsets, mask (None: all), the bytes meant, and the pattern: which thread touches which element.
+
+        Patterns of two tiles are equal where their shapes and offsets are: then a thread has the same elements in both
+        (layouts, which could differ, are not modelled). None for a single element, and where several threads have one.
+        ProtocolError where some elements lie outside of the storage.
+        """
         size = self._dtype.itemsize
         if not isinstance(self.offset, torch.Tensor):
             offset, keep = torch.tensor(int(self.offset)), None
             if mask is not None and not bool(raw(mask)):
-                return offset, torch.tensor(False), EMPTY
+                return offset, torch.tensor(False), EMPTY, None
             self._check_bounds(int(self.offset), int(self.offset), what)
-            return offset, keep, strided(int(self.offset), (), (), size)
+            return offset, keep, strided(int(self.offset), (), (), size), None
         offset = self.offset
         keep = None if mask is None else torch.as_tensor(raw(mask)).expand(offset.shape)
         used = (offset if keep is None else offset[keep]).reshape(-1).numpy()
         if len(used):
             self._check_bounds(int(used.min()), int(used.max()), what)
-        return offset, keep, scattered(used, size)
+        region = scattered(used, size)
+        if region.nbytes != len(used) * size:
+            return offset, keep, region, None
+        return offset, keep, region, hash((tuple(offset.shape), size, offset.numpy().tobytes()))
 
     def _check_bounds(self, low: int, high: int, what: str) -> None:
         n = self.flat.numel()

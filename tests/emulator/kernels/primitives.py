@@ -105,6 +105,41 @@ def barrier_misuse(WHAT: gl.constexpr):
 
 
 @gl.jit
+def initializes(bar, done):
+    gl.mbarrier_init(bar, count=1)
+    gl.mbarrier_arrive(bar, count=1)
+
+
+@gl.jit
+def waits_late(bar, done, x):
+    for i in range(20):
+        gl.store(x, i)
+    gl.mbarrier_wait(bar, 0)
+    gl.mbarrier_arrive(done, count=1)
+
+
+@gl.jit
+def invalidates(bar, done, ORDERED: gl.constexpr):
+    gl.mbarrier_arrive(bar, count=1)
+    if ORDERED:
+        gl.mbarrier_wait(done, 0)
+    gl.mbarrier_invalidate(bar)
+
+
+@gl.jit
+def barrier_lives(x, WHAT: gl.constexpr):
+    """A barrier that another partition initializes or invalidates, "late" without order; the waiter takes its time."""
+    bar = gl.allocate_shared_memory(gl.int64, [1], gl.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [1], gl.MBarrierLayout())
+    gl.mbarrier_init(done, count=1)
+    if WHAT == "late init":
+        gl.warp_specialize([(waits_late, (bar, done, x)), (initializes, (bar, done))], [1], [24])
+    else:
+        gl.mbarrier_init(bar, count=1)
+        gl.warp_specialize([(waits_late, (bar, done, x)), (invalidates, (bar, done, WHAT == "ordered"))], [1], [24])
+
+
+@gl.jit
 def copies(src, dst, row, col, SHAPE: gl.constexpr, WAIT: gl.constexpr):
     """One block from src to dst at (0, 0)."""
     buf = gl.allocate_shared_memory(gl.bfloat16, SHAPE, src.layout)
@@ -316,3 +351,69 @@ def hands_over(x, counter, BARRIER: gl.constexpr):
         while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < 1:
             pass
         gl.store(x, 1)
+
+
+@gl.jit
+def shares(x, y, WHAT: gl.constexpr, BARRIER: gl.constexpr):
+    """Two accesses of one partition to x, of different threads unless WHAT says so; BARRIER: with one between them."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, 256, L)
+    if WHAT == "an atomic, then a tile load":
+        gl.atomic_add(x, 1, sem="relaxed", scope="gpu")
+    elif WHAT == "one element, then a tile" or WHAT == "one element, then an atomic":
+        gl.store(x, 7)
+    elif WHAT == "a load by every thread, then a store by one":
+        gl.load(x)
+    elif WHAT == "two loads, then a tile like the second":
+        gl.load(x + 255 - i)
+        gl.load(x + i)
+    elif WHAT == "one element by all threads, twice" or WHAT == "one element by all threads, once":
+        gl.store(x + i * 0, i)
+    elif WHAT == "a masked tile, then the whole":
+        gl.store(x + i, i, mask=i < 100)
+    elif WHAT == "loads":
+        gl.load(x + i)
+    else:
+        gl.store(x + i, i)
+    if BARRIER:
+        gl.barrier()
+    if WHAT == "a tile store, then a load of reversed addresses" or WHAT == "loads":
+        gl.store(y + i, gl.load(x + 255 - i))
+    elif WHAT == "two tile stores to swapped addresses":
+        gl.store(x + 255 - i, i)
+    elif WHAT == "a tile, then a shifted one":
+        gl.store(x + 1 + i, i, mask=i < 255)
+    elif WHAT == "a tile, then an element of every thread":
+        gl.store(y + i, gl.load(x) + i)
+    elif WHAT == "an atomic, then a tile load":
+        gl.store(y + i, gl.load(x + i * 0))
+    elif WHAT == "a load by every thread, then a store by one":
+        gl.store(x, 7)
+    elif WHAT == "one element, then an atomic":
+        gl.atomic_add(x, 1, sem="relaxed", scope="gpu")
+    elif WHAT == "one element by all threads, twice":
+        gl.load(x + i * 0)
+    elif WHAT == "a tile, then the same by atomics":
+        gl.atomic_add(x + i, 1, sem="relaxed", scope="gpu")
+    elif WHAT != "one element by all threads, once":
+        gl.store(x + i, gl.load(x + i) + 1)
+
+
+@gl.jit
+def takes_over(x, counter, USED: gl.constexpr):
+    """CTA 0 writes a tile and tells CTA 1, which writes it as well. The acquire reaches all threads if USED."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.arange(0, 256, L)
+    if gl.program_id(0) == 0:
+        gl.store(x + i, i)
+        gl.barrier()
+        gl.atomic_add(counter, 1, sem="release", scope="gpu")
+    else:
+        while gl.atomic_add(counter, 0, sem="relaxed", scope="gpu") < 1:
+            pass
+        if USED:
+            seen = gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            gl.store(x + i, seen)
+        else:
+            gl.atomic_add(counter, 0, sem="acquire", scope="gpu")
+            gl.store(x + i, 1)
