@@ -144,6 +144,46 @@ def test_a_rank_that_does_not_come_to_a_meeting():
         world.run(lambda rank: world.rendezvous() if rank != 1 else None)
 
 
+def test_ranks_that_meet_by_other_means_than_the_world():
+    meeting = threading.Barrier(2)
+    threads = []
+
+    def fn(rank):
+        threads.append(threading.current_thread())
+        meeting.wait()
+
+    for seed in SEEDS:
+        with pytest.raises(
+            DeadlockError, match=r"rank [01]'s thread has run for 0\.1 s .* must meet through the group"
+        ):
+            World(2, seed, host_timeout=0.1).run(fn)
+    assert all(thread.daemon for thread in threads)
+    meeting.abort()
+    for thread in threads:
+        thread.join(timeout=10)
+        assert not thread.is_alive()
+
+
+def test_a_lost_thread_ends_when_it_calls_the_world():
+    go, ended, threads = threading.Event(), [], []
+    world = World(1, host_timeout=0.1)
+
+    def fn(rank):
+        threads.append(threading.current_thread())
+        try:
+            go.wait()
+            world.rendezvous()
+        finally:
+            ended.append(rank)
+
+    with pytest.raises(DeadlockError, match="host_timeout"):
+        world.run(fn)
+    assert world.run(lambda rank: rank) == [0]
+    go.set()
+    threads[0].join(timeout=10)
+    assert ended == [0]
+
+
 def test_worlds_within_worlds_and_beside_each_other():
     def inner(rank):
         x, world = torch.zeros(2, 64), World(2, rank)
@@ -192,6 +232,7 @@ def test_calls_outside_of_a_run(call):
         ({"ranks": 1, "sms": 0}, "sms must be at least 1"),
         ({"ranks": 1, "reduce_scope": "cta"}, "reduce_scope must be 'gpu' or 'sys', got 'cta'"),
         ({"ranks": 2, "delayed": (2,)}, r"delayed ranks \[2\]"),
+        ({"ranks": 1, "host_timeout": 0}, "host_timeout must be positive"),
     ],
 )
 def test_wrong_options(options, text):

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from tileweave.emulator.errors import DeadlockError
 from tileweave.emulator.places import Place
 
 if TYPE_CHECKING:
@@ -39,8 +40,9 @@ class Host:
         self._caller: tuple = (None, 0)
         self._stopping = self._ended = False
         self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
-        self._thread = threading.Thread(target=self._main, name=f"rank {rank}")
-        self._started = False
+        # A thread that never comes back must not keep the interpreter from ending.
+        self._thread = threading.Thread(target=self._main, name=f"rank {rank}", daemon=True)
+        self._started = self._lost = False
 
     def _main(self) -> None:
         self._go.acquire()
@@ -85,16 +87,29 @@ class Host:
             self._answer = self._job()
 
     def _resume(self) -> bool:
-        self._go.release()
-        self._back.acquire()
+        self._let_run()
+        if self._lost:
+            raise DeadlockError(
+                f"rank {self.rank}'s thread has run for {self.world.host_timeout:g} s without a call that lets another "
+                "rank go on. Ranks of an emulated world run one at a time and must meet through the group (or "
+                "`rendezvous`) only: a lock, barrier or queue of the program's own waits for ever for a rank that "
+                "cannot run. A computation that takes this long needs a larger host_timeout"
+            )
         return not self._ended
 
+    def _let_run(self) -> None:
+        """Let the thread run up to its next job or its end; after `host_timeout` it is lost."""
+        self._go.release()
+        self._lost = not self._back.acquire(timeout=self.world.host_timeout)
+
     def stop(self) -> None:
-        """End and join the thread, whatever it waits for."""
+        """End and join the thread, whatever it waits for; one that is lost will end when it next calls the world."""
         if not self._started:
             return
         self._stopping = True
-        while not self._ended:
+        if self._lost:
             self._go.release()
-            self._back.acquire()
-        self._thread.join()
+        while not (self._ended or self._lost):
+            self._let_run()
+        if not self._lost:
+            self._thread.join()

@@ -41,7 +41,8 @@ class World:
     One thread runs at a time, so that a seed replays exactly. Memory lives as long as the world, and what an earlier
     `run` did happens before a later one. With `halt=False` races are collected in `races` instead of raised.
     `reduce_scope` is the scope at which TMA reduce-adds are taken to be atomic; `delayed` ranks run only when nobody
-    else can. Raises what fn raised, RaceError, DeadlockError, ProtocolError.
+    else can. `host_timeout`: seconds (None: no bound) for which fn may run without calling the world; a rank that waits
+    for another one by other means would never end. Raises what fn raised, RaceError, DeadlockError, ProtocolError.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class World:
         halt: bool = True,
         reduce_scope: str = "sys",
         delayed: Sequence[int] = (),
+        host_timeout: float | None = 60.0,
         max_steps: int = 100_000_000,
     ):
         if ranks < 1:
@@ -61,11 +63,14 @@ class World:
             raise ValueError(f"sms must be at least 1 (or None for no limit), got {sms}")
         if reduce_scope not in ("gpu", "sys"):
             raise ValueError(f"reduce_scope must be 'gpu' or 'sys', got {reduce_scope!r}")
+        if host_timeout is not None and host_timeout <= 0:
+            raise ValueError(f"host_timeout must be positive (or None for no bound), got {host_timeout}")
         unknown = sorted(set(delayed) - set(range(ranks)))
         if unknown:
             raise ValueError(f"delayed ranks {unknown}: only 0 to {ranks - 1} are legal")
         self.ranks, self.seed, self.sms, self.halt = ranks, seed, sms, halt
         self.reduce_scope, self.delayed, self.max_steps = reduce_scope, frozenset(delayed), max_steps
+        self.host_timeout = host_timeout
         self.races: list[str] = []
         self.steps = self.trace = 0
         self._random = random.Random(seed)
