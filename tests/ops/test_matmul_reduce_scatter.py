@@ -162,9 +162,9 @@ def test_more_ranks_than_a_channel_has_words_for_fall_back():
     assert not routes[0].fused and f"{world} ranks, more than the {MAX_RANKS}" in routes[0].reason
 
 
-def test_as_many_ranks_as_a_channel_has_words_for():
-    """One tile of eight rows each: every rank's own words suffice."""
-    world = MAX_RANKS
+def test_more_ranks_than_a_node_of_eight_or_a_rack_has():
+    """72 ranks of one row each: every peer has a flag and a counter of its own."""
+    world = 72
     a, b, _ = operands(world, world, 8, 8, seed=1)
     with tw.virtual_world(world, device="cpu", sms=1) as w:
         (outs,) = run_calls(w, [(a, b, dict(plan=SMALL, deterministic=True))])

@@ -1,7 +1,7 @@
 """What the emulator reports."""
 
 
-class EmulatorError(Exception):
+class EmulatorError(RuntimeError):
     """A finding of the emulator; `seed` is that of the schedule which showed it (None until the run ends)."""
 
     seed: int | None = None

@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 
 from tileweave.fabric.arguments import place, ranks, seconds, whole_number
-from tileweave.fabric.base import MAX_RANKS, REDUCTIONS, Channel, Fabric, FabricTimeout
+from tileweave.fabric.base import MAX_RANKS, REDUCTIONS, Channel, Fabric, FabricTimeout, Variant
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.emulated import EmulatedWorld
-from tileweave.fabric.names import Group, group_name, group_size, named_group, resolve_group
+from tileweave.fabric.names import Group, check_own, group_name, group_size, named_group, resolve_group
 from tileweave.fabric.processes import ProcessFabric
 from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
 from tileweave.fabric.world import VirtualGroup, World
 
 __all__ = [
-    "MAX_RANKS", "REDUCTIONS", "Channel", "Fabric", "FabricTimeout", "Group", "VirtualGroup", "World",
+    "MAX_RANKS", "REDUCTIONS", "Channel", "Fabric", "FabricTimeout", "Group", "Variant", "VirtualGroup", "World",
     "check", "cuda_refusal", "fabric_of", "group_name", "group_size", "memory_report", "named_fabric", "virtual_world",
 ]  # fmt: skip
 
@@ -29,10 +29,13 @@ def fabric_of(group: Group = None, device: torch.device | str | None = None) -> 
 
     `group` is what `World.run` hands to a rank, a ProcessGroup or a 1-D DeviceMesh. None means the world that the
     calling thread is a rank of, else the default process group, else this process alone.
-    TypeError for anything else; ValueError if a mesh has more dimensions or this process is no member of the group;
-    RuntimeError if the group's world is not running.
+    TypeError for anything else; ValueError if a mesh has more dimensions, this process is no member of the group, or
+    the group is that of another rank; RuntimeError if the group's world is not running or this thread is no rank of it.
     """
-    return _fabric(resolve_group(group), device)
+    group = resolve_group(group)
+    if isinstance(group, VirtualGroup):
+        check_own(group)
+    return _fabric(group, device)
 
 
 def named_fabric(name: str, device: torch.device) -> Fabric:

@@ -35,7 +35,9 @@ class EmulatedWorld(World):
     def _run(self, body: Callable[[int], T]) -> list[T]:
         from tileweave import emulator
 
-        self._machine = emulator.World(self.size, seed=self.seed, sms=self.sms, delayed=self.delayed)
+        self._machine = emulator.World(
+            self.size, seed=self.seed, sms=self.sms, delayed=self.delayed, host_timeout=self.timeout
+        )
         self.seed += 1
         try:
             return self._machine.run(body)

@@ -18,6 +18,10 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from tileweave.fabric.world import VirtualGroup, current_group, find_world
 
 Group: TypeAlias = VirtualGroup | dist.ProcessGroup | DeviceMesh | None
+NO_RANK = (
+    "group: this thread is no rank of that world, or the world is not running; use a world's group inside world.run "
+    "only, on the thread that it was given to"
+)
 ALONE = "1:tileweave:alone"  # a process without any group
 
 
@@ -66,9 +70,18 @@ def group_name(group: Group) -> str:
         return f"{group.size()}:{group.group_name}"
     if not torch.compiler.is_compiling():
         mine = current_group()
-        if mine is not None and mine.world is group.world and mine.rank != group.rank:
-            raise ValueError(f"group: expected this thread's, of rank {mine.rank}, got that of rank {group.rank}")
+        if mine is not None and mine.world is group.world:
+            check_own(group)
     return group.group_name
+
+
+def check_own(group: VirtualGroup) -> None:
+    """ValueError for the group of another rank than this thread's; RuntimeError if it is no rank of the world at all."""
+    mine = current_group()
+    if mine is None or mine.world is not group.world:
+        raise RuntimeError(NO_RANK)
+    if mine.rank != group.rank:
+        raise ValueError(f"group: expected this thread's, of rank {mine.rank}, got that of rank {group.rank}")
 
 
 def named_group(name: str) -> VirtualGroup | dist.ProcessGroup | None:
@@ -88,10 +101,7 @@ def named_group(name: str) -> VirtualGroup | dist.ProcessGroup | None:
         return group
     mine = current_group()
     if mine is None or mine.world is not world:
-        raise RuntimeError(
-            "group: this thread is no rank of that world, or the world is not running; use a world's group inside "
-            "world.run only, on the thread that it was given to"
-        )
+        raise RuntimeError(NO_RANK)
     return mine
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from tileweave.fabric import Channel, Fabric, Variant
-from tileweave.ops.descriptors import Box, as_operand, by_rows, describe, parallel_view
+from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan
@@ -26,8 +26,8 @@ def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: 
 class Prepared:
     """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
 
-    slots: the kernel's arguments that say where parts travel to, or None in a world of one, where the result stands in
-    for them; tail: its arguments after the bias.
+    slots: the kernel's arguments that say where parts travel to; in a world of one a box instead, for the result
+    stands in for them; tail: the kernel's arguments after the bias.
     """
 
     shape: tuple[int, int]
@@ -36,7 +36,7 @@ class Prepared:
     a: Box
     b: Box
     out: Box
-    slots: tuple | None
+    slots: tuple | Box
     tail: tuple
     grid: int
     variant: Variant = field(default_factory=Variant)
@@ -44,10 +44,9 @@ class Prepared:
     def launch(self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Launch the kernel on the current stream. a, b and bias are 16-byte aligned."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        out_desc = self.out.at(out)
-        slots = self.slots or (describe_slots(out[None, None], out_desc.block_shape), out, 0)
+        slots = (self.slots.at(out), out, 0) if isinstance(self.slots, Box) else self.slots
         extra = out if bias is None else bias
-        args = (fabric.rank, self.a.at(a), self.b.at(b), out_desc, *slots, extra, *self.tail)
+        args = (fabric.rank, self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, *self.tail)
         fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return out
 
@@ -111,7 +110,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         Box(a_rows, (bk, bm) if a_t else (bm, bk)),
         Box(b_rows, (bn, bk) if b_t else (bk, bn)),
         Box(out, (bm, bn)),
-        parallel_slots(fabric, call, channel, (bm, bn)) if world > 1 else None,
+        parallel_slots(fabric, call, channel, (bm, bn)) if world > 1 else slots_box(out[None, None], (bm, bn)),
         tail,
         min(usable_sms(fabric.sms, call), tiles),
     )
@@ -126,10 +125,10 @@ def parallel_slots(fabric: Fabric, call: Call, channel: Channel, block: tuple[in
     arena = channel.staging if call.deterministic else channel.adding
     count = 2 * fabric.world_size if call.deterministic else 2
     slots, stride = parallel_view(arena, count, (call.rows, call.n), call.out_dtype)
-    return describe_slots(slots, block), slots[fabric.rank], stride
+    return slots_box(slots, block).at(slots), slots[fabric.rank], stride
 
 
-def describe_slots(slots: torch.Tensor, block):
-    """TMA descriptor of slots `[world, slots, rows, n]`. Out of bounds it reads NaN: what an aborted wait makes a
+def slots_box(slots: torch.Tensor, block: tuple[int, int]) -> Box:
+    """For descriptors of slots `[world, slots, rows, n]`. Out of bounds they read NaN: what an aborted wait makes a
     result of."""
-    return describe(slots, (1, 1, *block), padding="nan")
+    return Box(slots, (1, 1, *block), padding="nan")

@@ -65,10 +65,11 @@ def matmul_reduce_scatter(
         FabricTimeout: a peer did not take part within the group's timeout.
     """
     check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
-    name, deterministic = group_name(group), _resolve(deterministic)
     text = "" if plan is None else plan.to_json()
-    call = run if _is_plain(a, b, bias) else OPERATOR
-    return call(a, b, name, op, bias, deterministic, out_dtype, text, max_sms or 0)
+    options = op, bias, _resolve(deterministic), out_dtype, text, max_sms or 0
+    if _is_plain(a, b, bias):
+        return run(fabric_of(group, a.device), a, b, *options)
+    return OPERATOR(a, b, group_name(group), *options)
 
 
 def route(

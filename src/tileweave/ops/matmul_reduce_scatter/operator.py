@@ -34,9 +34,13 @@ _plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
-def run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
+def _run(a, b, group_name, *options):
+    """The operator's implementation."""
+    return run(named_fabric(group_name, a.device), a, b, *options)
+
+
+def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms):
     """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch."""
-    fabric = named_fabric(group_name, a.device)
     kinds = _kind(a), _kind(b), _kind(bias), op, deterministic, out_dtype, plan, max_sms
     remembered = fabric.views(NAME)
     prepared = remembered.get(kinds) if remembered and not fabric.compares else None
