@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tileweave
-from tileweave.cli import job, main
+from tileweave.cli import environment, job, main
 from tileweave.cli.problem import BadUsage, make_problem
 
 OP = "matmul_reduce_scatter"
@@ -26,7 +26,14 @@ BAD_USAGE = pytest.mark.parametrize(
         (["run"], "OP"),
         (["run", OP, "--dtype", "fp8"], "--dtype must be one of bf16, fp16, got 'fp8'"),
         (["run", OP, "--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'"),
-        (["run", OP, "--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["run", OP, "--ranks", "0"], "--ranks must be from 1 to 126, got 0"),
+        (["run", OP, "--ranks", "999999"], "--ranks must be from 1 to 126, got 999999"),
+        (["run", OP, "--seed", "99999999999999999999"], "--seed must be from 0 to 4294967295, got 9999"),
+        (["run", OP, "--seed", str(2**63 - 1)], "--seed must be from 0 to 4294967295, got 9223372036854775807"),
+        (["run", OP, "--seed", "-1"], "--seed must be from 0 to 4294967295, got -1"),
+        (["run", OP, "--shape", "m=400000000000"], "--shape m must be from 0 to 2147483647, got 400000000000"),
+        (["run", OP, "--shape", "n=" + "9" * 5000], "--shape n must be from 0 to 2147483647, got 9999"),
+        (["run", OP, "--device", "cpu", "--shape", "m=2000000000"], "GiB of memory, and this machine has"),
         (["run", OP, "--ranks", "many"], "--ranks"),
         (["run", OP, "--shape", "m=512,q=3"], "got 'q=3'"),
         (["run", OP, "--shape", "m=-4"], "got 'm=-4'"),
@@ -35,6 +42,20 @@ BAD_USAGE = pytest.mark.parametrize(
         (["run", OP, "--ranks", "4", "--shape", "k=30"], "nearest legal: k=28 or k=32"),
         (["run", OP, "--colour"], "--colour"),
         (["weave"], "weave"),
+    ],
+)
+
+HERE = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+ENVIRONMENTS = pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"TILEWEAVE_DEBUG": "yes"}, "TILEWEAVE_DEBUG: expected 0 or 1, got 'yes'"),
+        ({"TILEWEAVE_TIMEOUT": "soon"}, "TILEWEAVE_TIMEOUT: expected a number of seconds above 0"),
+        ({"RANK": "x", "WORLD_SIZE": "2", **HERE}, "RANK: expected a whole number from 0 to 1, got 'x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", **HERE}, "RANK: expected a whole number from 0 to 1, got '2'"),
+        ({"RANK": "0", "WORLD_SIZE": "two", **HERE}, "WORLD_SIZE: expected a whole number from 1 up, got 'two'"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "not MASTER_ADDR and MASTER_PORT"),
+        ({"RANK": "0", "WORLD_SIZE": "2", **HERE, "MASTER_PORT": "-"}, "MASTER_PORT: expected a whole number from 0"),
     ],
 )
 
@@ -106,10 +127,33 @@ class TestRun:
         assert report["ok"] is False
         assert "FabricTimeout" in report["error"]
 
+    @pytest.mark.parametrize("options", [[], ["--json"]])
+    def test_a_fault_is_traced_and_exits_with_3(self, options, monkeypatch, capsys):
+        def fail(*args, **kwargs):
+            raise LookupError("not foreseen")
+
+        monkeypatch.setattr(tileweave, OP, fail)
+        assert main(["run", OP, *SMALL, *options]) == 3
+        captured = capsys.readouterr()
+        told = json.loads(captured.out)["error"] if options else captured.err
+        assert "LookupError: not foreseen" in told and "Traceback" in captured.err
+
+    def test_one_rank_talks_of_no_sending(self, capsys):
+        assert main(["run", OP, "--ranks", "1", "--shape", "m=64,n=64,k=64", "--device", "cpu"]) == 0
+        text = capsys.readouterr().out
+        assert f"{OP}, 1 rank, bf16" in text
+        assert "sends" not in text.split("try next")[0]
+
+    def test_a_fallback_in_an_emulated_world_is_told_as_one(self, capsys):
+        assert main(["run", OP, "--ranks", "3", "--shape", "m=9,n=7,k=15", "--device", "cpu"]) == 0
+        text = capsys.readouterr().out
+        assert "a sum over the emulated ranks: no kernel ran" in text
+        assert "process group" not in text.split("reason")[0]
+
     def test_what_tma_cannot_address_falls_back_and_says_why(self, capsys):
         assert main(["run", OP, "--ranks", "3", "--shape", "m=9,n=7,k=15", "--device", "cpu", "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
-        assert (report["backend"], report["plan"]) == ("fallback", None)
+        assert (report["backend"], report["world"], report["plan"]) == ("fallback", "emulated", None)
         assert "16-byte" in report["reason"]
 
     @pytest.mark.parametrize("shape", ["m=0,n=64", "n=64,k=0", "m=0,n=0,k=0"])
@@ -122,7 +166,9 @@ class TestRun:
         )
         assert ran.returncode == 0, ran.stderr
         report = json.loads(ran.stdout)
-        assert (report["ranks"], report["backend"], report["ok"]) == (2, "fallback", True)
+        assert (report["ranks"], report["backend"], report["world"]) == (2, "fallback", "processes")
+        assert report["ok"] is True
+        assert ran.stderr.count("waiting for 2 ranks (RANK=0 WORLD_SIZE=2 are set: started by torchrun?)") == 1
 
     def test_under_torchrun_bad_usage_is_told_once(self):
         ran = start(*TORCHRUN, "2", "-m", "tileweave", "run", OP, "--ranks", "3", "--json")
@@ -179,6 +225,29 @@ class TestBadUsage:
         assert message in json.loads(captured.out)["error"]
         assert captured.err == ""
 
+    @ENVIRONMENTS
+    @pytest.mark.parametrize("as_json", [False, True])
+    def test_the_environment_makes_no_sense(self, variables, message, as_json, monkeypatch, capsys):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert main(["run", OP, *SMALL, *["--json"] * as_json]) == 2
+        captured = capsys.readouterr()
+        told = json.loads(captured.out)["error"] if as_json else captured.err
+        assert message in told and "Traceback" not in captured.err
+
+    def test_what_a_container_may_use_counts(self, monkeypatch, capsys):
+        monkeypatch.setattr(job, "memory_bytes", lambda cuda: 1 << 20)
+        assert main(["run", OP, "--ranks", "2", "--device", "cpu"]) == 2
+        assert "GiB of memory, and this machine has 0.0 GiB; take smaller sizes" in capsys.readouterr().err
+
+    def test_memory_that_runs_out_is_no_wrong_result(self, monkeypatch, capsys):
+        def fail(*args, **kwargs):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+
+        monkeypatch.setattr(tileweave, OP, fail)
+        assert main(["run", OP, *SMALL]) == 2
+        assert "not enough memory, take smaller sizes" in capsys.readouterr().err
+
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_cuda_without_a_gpu(self, capsys):
         assert main(["run", OP, "--device", "cuda"]) == 2
@@ -204,7 +273,9 @@ class TestProblem:
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("RANK", "1")
         assert job.choose_ranks(None, "cpu") == 3
-        assert not job.speaks()
+        assert environment.speaks()  # set by hand: the others may not exist
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "0")
+        assert not environment.speaks()
         with pytest.raises(BadUsage, match="3 processes"):
             job.choose_ranks(4, "cpu")
 
@@ -218,6 +289,13 @@ class TestProblem:
         assert not job.needs_processes(2, "cpu")
 
 
-def test_a_bare_command_shows_its_help(capsys):
-    assert main([]) == 0
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_help(arguments, capsys):
+    assert main(arguments) == 0
     assert "doctor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["version"], ["--version"]])
+def test_version(arguments, capsys):
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"{tileweave.__version__}\n"

@@ -44,6 +44,14 @@ class TestHere:
             assert found[fact]["why"] == "PyTorch sees no CUDA GPU"
         assert any("Hopper GPU" in advice for advice in found["advice"])
 
+    @pytest.mark.parametrize(("system", "advised"), [("Linux", True), ("Darwin", False)])
+    def test_a_missing_triton_is_something_to_do_where_it_exists(self, monkeypatch, capsys, system, advised):
+        monkeypatch.setattr("tileweave.cli.doctor.HAS_TRITON", False)
+        monkeypatch.setattr("platform.system", lambda: system)
+        monkeypatch.setattr("platform.machine", lambda: "x86_64")
+        assert main(["doctor"]) == 0
+        assert ("pip install 'triton>=3.6'" in capsys.readouterr().out) == advised
+
     @pytest.mark.gpu
     def test_on_a_gpu_everything_is_known(self, capsys):
         assert main(["doctor", "--json"]) == 0

@@ -27,6 +27,12 @@ def test_every_problem_has_a_plan_that_fits_a_cta(m, n, k, message_bytes):
     assert plan.predicted_us > 0 and plan.reason
 
 
+def test_one_rank_sends_nothing():
+    assert "sends" in plan_for(BIG).reason
+    alone = plan_for(dataclasses.replace(BIG, world=1)).reason
+    assert "one rank" in alone and "send" not in alone
+
+
 def test_the_prediction_is_no_better_than_each_limit():
     tiling = TILINGS[0]
     flop = 2 * BIG.m * BIG.n * BIG.k

@@ -1,7 +1,8 @@
 """The command line: options, exit codes, and what is printed.
 
-Exit code 0: the result was right; 1: it was not, or the op failed; 2: bad usage. With --json, standard output is
-exactly one JSON object in all three cases.
+Exit code 0: the result was right; 1: it was not, or the op reported a race, a deadlock or a timeout; 2: bad usage, the
+environment's variables and too little memory included; 3: a fault of tileweave or of what is beneath it. With --json,
+standard output is exactly one JSON object in all these cases.
 """
 
 import json
@@ -9,28 +10,46 @@ import sys
 import traceback
 from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.console import Console
 
 from tileweave import FabricTimeout, __version__
 from tileweave.cli import doctor as machine
 from tileweave.cli import show
-from tileweave.cli.job import choose_ranks, needs_processes, run_job, speaks, start_processes
+from tileweave.cli.environment import check_environment, speaks
+from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.problem import DEVICES, OPS, BadUsage, make_problem
 from tileweave.emulator import EmulatorError
 
-WRONG, BAD_USAGE = 1, 2
+WRONG, BAD_USAGE, FAULT, INTERRUPTED = 1, 2, 3, 130
 
 # Newer releases of typer carry their own copy of click, older ones import it: this is its UsageError in both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="tileweave",
-    help="Tiles of communication woven into tiles of compute, in one kernel.",
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Tiles of communication woven into tiles of compute, in one kernel."""
 
 
 @app.command()
@@ -53,6 +72,7 @@ def run(
     """Run OP twice on fresh data and check both results against float32."""
     if device not in DEVICES:
         raise BadUsage(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
+    check_environment()
     ranks = choose_ranks(ranks, device)
     problem = make_problem(op, ranks, shape, dtype, deterministic=deterministic, bias=bias, seed=seed)
     if needs_processes(ranks, device):
@@ -95,10 +115,21 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(arguments, str(error), BAD_USAGE)
     except _UsageError as error:
         return _fail(arguments, error.format_message(), BAD_USAGE)
-    except Exception as error:
-        if not isinstance(error, EmulatorError | FabricTimeout):  # those are findings and say all; this is a fault
-            traceback.print_exc()
+    except typer.Abort:
+        return _fail(arguments, "interrupted", INTERRUPTED)
+    except (EmulatorError, FabricTimeout) as error:  # findings, which say all
         return _fail(arguments, f"{type(error).__name__}: {error}", WRONG)
+    except Exception as error:
+        if _out_of_memory(error):
+            return _fail(arguments, f"not enough memory, take smaller sizes: {error}", BAD_USAGE)
+        if not isinstance(error, dist.DistError):  # ranks that did not find each other are no fault of the code
+            traceback.print_exc()
+        return _fail(arguments, f"{type(error).__name__}: {error}", FAULT)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; PyTorch's error for the CPU has no class of its own."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _fail(arguments: list[str], text: str, code: int) -> int:

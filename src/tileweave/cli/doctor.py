@@ -113,13 +113,17 @@ def _state(works: bool, reason: str) -> dict[str, Any]:
     return {"works": works, "reason": reason}
 
 
+def _has_triton_wheel() -> bool:
+    return platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64")
+
+
 def _advice(gpus: list[dict[str, Any]], access: list[list[bool]]) -> list[str]:
     """What to install or have so that more works."""
     advice = []
     if probe.cuda_version() and not torch.version.cuda:
         advice.append("there is an NVIDIA driver, but this PyTorch is a CPU build: pip install --force-reinstall torch")
-    if gpus and not HAS_TRITON:
-        advice.append("kernels need Triton to run on the GPU: pip install 'triton>=3.6'")
+    if not HAS_TRITON and _has_triton_wheel():
+        advice.append("kernels need Triton to run on a GPU, and to be compiled for one: pip install 'triton>=3.6'")
     if gpus and _version_of("cuda-bindings") is None:
         advice.append("peer memory between processes needs cuda-bindings: pip install cuda-bindings")
     hoppers = [gpu for gpu in gpus if gpu["capability"] == "9.0"]

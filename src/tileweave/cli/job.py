@@ -16,18 +16,10 @@ import torch
 import torch.distributed as dist
 
 import tileweave
+from tileweave.cli.environment import launched_by_torchrun, memory_bytes, tell_of_waiting, world_size
 from tileweave.cli.problem import CALLS, DTYPES, BadUsage, Problem
+from tileweave.fabric import MAX_RANKS
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
-
-
-def launched_by_torchrun() -> bool:
-    """Whether this process is one of several ranks that torchrun started."""
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
-
-
-def speaks() -> bool:
-    """Whether this process prints: all do but the ranks above 0 of a torchrun."""
-    return not launched_by_torchrun() or os.environ["RANK"] == "0"
 
 
 def choose_ranks(ranks: int | None, device: str) -> int:
@@ -35,11 +27,13 @@ def choose_ranks(ranks: int | None, device: str) -> int:
     if device == "cuda" and not torch.cuda.is_available():
         raise BadUsage("--device cuda needs a CUDA GPU and PyTorch sees none; `tileweave doctor` says what is missing")
     if launched_by_torchrun():
-        world = int(os.environ["WORLD_SIZE"])
+        world = world_size()
         if ranks not in (None, world):
             raise BadUsage(f"--ranks {ranks} differs from the {world} processes that torchrun started; leave it out")
         return world
     if ranks is not None:
+        if not 1 <= ranks <= MAX_RANKS:
+            raise BadUsage(f"--ranks must be from 1 to {MAX_RANKS}, got {ranks}")
         return ranks
     return _gpus() if device != "cpu" and _gpus() > 1 else 4
 
@@ -58,20 +52,25 @@ def start_processes(ranks: int, arguments: list[str]) -> int:
 def run_job(problem: Problem, device: str) -> dict[str, Any] | None:
     """Run `problem` on `device` ("auto", "cpu", "cuda") and report; None on the ranks that do not report.
 
-    The report holds version, op, ranks, backend, shape, dtype, deterministic, bias, seed, calls, plan, reason,
+    The report holds version, op, ranks, backend, world, shape, dtype, deterministic, bias, seed, calls, plan, reason,
     rel_error (the worse call's), tolerance, ok and seconds (of all calls together, compilation included).
     """
     if launched_by_torchrun():
         return _run_in_processes(problem, device)
-    with tileweave.virtual_world(problem.ranks, device=device, seed=problem.seed) as world:
-        place = torch.device(world.device)
+    try:
+        made = tileweave.virtual_world(problem.ranks, device=device, seed=problem.seed)
+    except (ValueError, RuntimeError) as error:  # too few SMs, no Hopper GPU: the message says what is legal
+        raise BadUsage(f"--ranks {problem.ranks} --device {device}: {error}") from error
+    with made as world:
+        place = world.device
+        _check_memory(problem, place, CALLS)
         data = [_Rank(problem, rank, place) for rank in range(problem.ranks)]
         start = time.perf_counter()
         results = world.run(lambda rank, group: data[rank].run(group))
         _synchronize(place)
         seconds = time.perf_counter() - start
     outs = [torch.cat([result.outs[call] for result in results]) for call in range(CALLS)]
-    return _report(problem, results[0].route, outs, place, seconds)
+    return _report(problem, world.backend, results[0].route, outs, place, seconds)
 
 
 class _Rank:
@@ -98,7 +97,11 @@ def _run_in_processes(problem: Problem, device: str) -> dict[str, Any] | None:
     cuda = device != "cpu" and torch.cuda.is_available()
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda:
+        if place.index >= _gpus():
+            raise BadUsage(f"LOCAL_RANK={place.index}: PyTorch sees {_gpus()} GPUs, and each process needs its own")
         torch.cuda.set_device(place)
+    _check_memory(problem, place, 1)  # rank 0 checks a call at a time, and then holds the operands of all ranks
+    tell_of_waiting()
     dist.init_process_group("nccl" if cuda else "gloo")
     try:
         data = _Rank(problem, dist.get_rank(), place)
@@ -109,7 +112,7 @@ def _run_in_processes(problem: Problem, device: str) -> dict[str, Any] | None:
         dist.barrier()
         seconds = time.perf_counter() - start
         outs = [_gathered(shard, problem) for shard in data.outs]
-        return _report(problem, data.route, outs, place, seconds) if dist.get_rank() == 0 else None
+        return _report(problem, "processes", data.route, outs, place, seconds) if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 
@@ -122,7 +125,7 @@ def _gathered(shard: torch.Tensor, problem: Problem) -> torch.Tensor:
 
 
 def _report(
-    problem: Problem, route: Any, outs: list[torch.Tensor], device: torch.device, seconds: float
+    problem: Problem, world: str, route: Any, outs: list[torch.Tensor], device: torch.device, seconds: float
 ) -> dict[str, Any]:
     errors = [_error(problem, call, out, device) for call, out in enumerate(outs)]
     worst = max(errors) if all(map(math.isfinite, errors)) else None
@@ -132,6 +135,7 @@ def _report(
         "op": problem.op,
         "ranks": problem.ranks,
         "backend": route.backend,
+        "world": world,
         "shape": {"m": problem.m, "n": problem.n, "k": problem.k},
         "dtype": problem.dtype,
         "deterministic": problem.deterministic,
@@ -152,6 +156,17 @@ def _error(problem: Problem, call: int, out: torch.Tensor, device: torch.device)
     pairs = [problem.inputs(call, rank, device) for rank in range(problem.ranks)]
     truth = reference([a for a, _ in pairs], [b for _, b in pairs], bias=problem.bias_vector(call, device))
     return relative_error(out, truth) if out.shape == truth.shape else math.inf
+
+
+def _check_memory(problem: Problem, device: torch.device, calls: int) -> None:
+    """Raise BadUsage if the least that `calls` calls need exceeds the memory there is."""
+    need, there = problem.least_bytes(calls), memory_bytes(device.type == "cuda")
+    if there is not None and need > there:
+        where = "GPU" if device.type == "cuda" else "machine"
+        raise BadUsage(
+            f"--shape m={problem.m},n={problem.n},k={problem.k} needs at least {need / 2**30:,.1f} GiB of memory, "
+            f"and this {where} has {there / 2**30:,.1f} GiB; take smaller sizes"
+        )
 
 
 def _synchronize(device: torch.device) -> None:

@@ -5,11 +5,17 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-BACKENDS = {
+from tileweave.cli.problem import LARGEST_SEED
+
+RAN_AS = {
     "emulated": "emulated ranks on the CPU: the device code itself, tile by tile",
     "virtual": "virtual ranks on one GPU, a stream and a share of the SMs each",
     "processes": "one process and one GPU per rank",
-    "fallback": "torch.matmul, then the process group's reduce-scatter",
+}
+FALLBACKS = {
+    "emulated": "torch.matmul, then a sum over the emulated ranks: no kernel ran, so none was checked",
+    "virtual": "torch.matmul, then a sum over the virtual ranks: no fused kernel",
+    "processes": "torch.matmul, then the process group's reduce-scatter",
 }
 
 
@@ -18,10 +24,10 @@ def report(console: Console, result: dict[str, Any]) -> None:
     shape, ranks = result["shape"], result["ranks"]
     m, n, k = shape["m"], shape["n"], shape["k"]
     options = "".join(f", {name}" for name in ("deterministic", "bias") if result[name])
-    console.print(f"[bold]{result['op']}[/], {ranks} ranks, {result['dtype']}{options}")
+    console.print(f"[bold]{result['op']}[/], {ranks} rank{'s' * (ranks != 1)}, {result['dtype']}{options}")
     rows = {
         "problem": f"m={m} n={n} k={k}; per rank [{m}, {k // ranks}] @ [{k // ranks}, {n}] -> [{m // ranks}, {n}]",
-        "ran as": f"{BACKENDS[result['backend']]}; {result['calls']} calls, fresh data each, seed {result['seed']}",
+        "ran as": f"{ran_as(result)}; {result['calls']} calls, fresh data each, seed {result['seed']}",
         "plan": plan_line(result["plan"]),
         "reason": result["reason"],
         "result": verdict(result),
@@ -35,6 +41,13 @@ def report(console: Console, result: dict[str, Any]) -> None:
     width = max(len(command) for command, _ in steps)
     for command, purpose in steps:
         console.print(f"  {escape(command):<{width}}  [dim]{escape(purpose)}[/]")
+
+
+def ran_as(result: dict[str, Any]) -> str:
+    """What computed the result."""
+    if result["backend"] != "fallback":
+        return RAN_AS[result["backend"]]
+    return "torch.matmul alone" if result["ranks"] == 1 else FALLBACKS[result["world"]]
 
 
 def plan_line(plan: dict[str, Any] | None) -> str:
@@ -60,11 +73,13 @@ def next_steps(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Commands worth running after this one, each with what it shows."""
     run = f"tileweave run {result['op']}"
     steps = []
-    if not result["deterministic"]:
+    if result["ranks"] == 1:
+        steps.append((f"{run} --ranks 4", "ranks that send each other their tiles"))
+    elif not result["deterministic"]:
         steps.append((f"{run} --deterministic", "a slot per source, added in a fixed order"))
     steps.append((f"{run} --ranks 3 --shape m=300,n=200,k=960", "sizes that no tile divides"))
     if result["backend"] == "emulated":
-        steps.append((f"{run} --seed {result['seed'] + 1}", "another schedule, other data"))
+        steps.append((f"{run} --seed {(result['seed'] + 1) % (LARGEST_SEED + 1)}", "another schedule, other data"))
     steps.append(("tileweave doctor", "what this machine can run"))
     return steps
 

@@ -152,9 +152,12 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     cost, plan = best
     rows = problem.m // problem.world
     tiles = math.ceil(rows / plan.tile[0]) * math.ceil(problem.n / plan.tile[1]) * problem.world
-    reason = (
-        f"an output tile is the message, so the CTA that made it sends it (intra-SM, TMA "
-        f"{'store to a place per source' if problem.deterministic else 'add'}); {tiles} tiles of "
-        f"{plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs is the cheapest tiling"
+    by = "store to a place per source" if problem.deterministic else "add"
+    way = (
+        f"an output tile is the message, so the CTA that made it sends it (intra-SM, TMA {by})"
+        if problem.world > 1
+        else "one rank, so every tile stays: a plain matmul"
     )
+    count = "1 tile" if tiles == 1 else f"{tiles} tiles"
+    reason = f"{way}; {count} of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs is the cheapest tiling"
     return Plan(tile=plan.tile, stages=plan.stages, predicted_us=round(cost, 1), reason=reason)
