@@ -76,7 +76,7 @@ def group_name(group: Group) -> str:
 
 
 def check_own(group: VirtualGroup) -> None:
-    """ValueError for the group of another rank than this thread's; RuntimeError if it is no rank of the world at all."""
+    """ValueError for the group of another rank than this thread's; RuntimeError if it is none of its world."""
     mine = current_group()
     if mine is None or mine.world is not group.world:
         raise RuntimeError(NO_RANK)
