@@ -15,7 +15,15 @@ BIN := .venv/bin
 OLD_TRITON := .cache/triton-3.6.0
 INPUTS := pyproject.toml constraints-cpu.txt scripts/setup.sh
 
-.PHONY: run test lint docs bench clean
+# An environment holds paths: in a clone that was moved it does not start, in a copy it would run the original's code.
+# The setup script writes down where it made one, and makes it anew elsewhere.
+ifneq "$(shell cat .venv/.place 2>/dev/null)" "$(CURDIR)"
+.venv/.run-ready .venv/.dev-ready: elsewhere
+endif
+
+.PHONY: run test lint docs bench clean elsewhere
+
+elsewhere:
 
 run: .venv/.run-ready
 	$(BIN)/tileweave run matmul_reduce_scatter $(ARGS)

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs tileweave into it, editable. Called by the Makefile; safe to call again.
+# Makes .venv and installs tileweave into it, editable. Called by the Makefile; safe to call again. An environment that was
+# made elsewhere, before the clone was moved or copied here, is made anew.
 #
 #   scripts/setup.sh run    what `tileweave` needs
 #   scripts/setup.sh dev    and what the tests, the linters and the plots need
@@ -40,6 +41,7 @@ make_venv() {
             "remedy: apt install python3-venv (for a python3.X beside the system's: apt install python3.X-venv)"
     fi
     "$python" -m venv --clear .venv
+    pwd -P >.venv/.place
 }
 
 has_nvidia_gpu() {
@@ -67,8 +69,11 @@ case "${1:-}" in
     *) fail "usage: scripts/setup.sh run|dev, got '${1:-}'" ;;
 esac
 
+if [ -d .venv ] && [ "$(cat .venv/.place 2>/dev/null)" != "$(pwd -P)" ]; then
+    echo "setup: .venv was made elsewhere ($(cat .venv/.place 2>/dev/null || echo unknown)): making it anew"
+    make_venv
 # pip is asked as well, in case an earlier setup was interrupted half way.
-if ! new_enough .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+elif ! new_enough .venv/bin/python || ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     make_venv
 fi
 echo "setup: installing into .venv (the first time takes a few minutes)"

@@ -1,6 +1,7 @@
-"""What every test shares: one thread per process, and skipping what this machine has no hardware for."""
+"""What every test shares: one thread per process, skipping what this machine has no hardware for, and saying so."""
 
 import os
+from collections import Counter
 
 # Tests run side by side and start processes of their own: more threads than cores would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,3 +27,11 @@ def pytest_collection_modifyitems(items):
         for marker, count in needs.items():
             if item.get_closest_marker(marker) and gpus < count:
                 item.add_marker(pytest.mark.skip(reason=f"needs {count} Hopper GPU(s), found {gpus}"))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Why tests were skipped, a line for each reason: `-rs` takes one for each place."""
+    reports = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")

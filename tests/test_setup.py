@@ -18,6 +18,14 @@ case "$*" in
 esac
 """
 
+# A python3 that makes an environment: one whose Python does nothing, well.
+MAKING_PYTHON = """#!/bin/sh
+case "$*" in
+    "-m venv --clear .venv") rm -rf .venv && mkdir -p .venv/bin && printf '#!/bin/sh\\n' > .venv/bin/python &&
+        chmod +x .venv/bin/python ;;
+esac
+"""
+
 # The Python of a finished .venv, which writes down what pip is asked to install.
 VENV_PYTHON = """#!/bin/sh
 case "$*" in
@@ -101,6 +109,7 @@ class TestWhatIsInstalled:
 
         def run(target="run", no_cpu_build=0, gpu=False):
             write_program(copy / ".venv" / "bin" / "python", VENV_PYTHON.format(no_cpu_build=no_cpu_build))
+            (copy / ".venv" / ".place").write_text(f"{copy.resolve()}\n")
             write_program(copy / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
             ran = setup(copy, target)
             assert ran.returncode == 0, ran.stderr
@@ -126,3 +135,42 @@ class TestWhatIsInstalled:
     def test_with_a_gpu_pypis_torch_unpinned(self, installed):
         (package,), _ = installed(gpu=True)
         assert package.endswith("-qq -e .")
+
+
+class TestAMovedClone:
+    """An environment holds absolute paths: moved, it does not start; copied, it runs the code of the original."""
+
+    @pytest.fixture
+    def moved(self, copy):
+        """A folder whose finished .venv was made elsewhere."""
+        write_program(copy / "bin" / "python3", MAKING_PYTHON)
+        write_program(copy / ".venv" / "bin" / "python", VENV_PYTHON.format(no_cpu_build=0))
+        for name, text in {".place": "/somewhere/else\n", ".run-ready": "", ".dev-ready": "", "old": ""}.items():
+            (copy / ".venv" / name).write_text(text)
+        return copy
+
+    def test_its_environment_is_made_anew(self, moved):
+        ran = setup(moved)
+        assert ran.returncode == 0, ran.stderr
+        assert "made elsewhere (/somewhere/else): making it anew" in ran.stdout
+        assert (moved / ".venv" / ".place").read_text() == f"{moved.resolve()}\n"
+        assert not (moved / ".venv" / "old").exists()
+        assert not (moved / ".venv" / ".dev-ready").exists()
+
+    def test_it_is_kept_where_it_was_made(self, moved):
+        (moved / ".venv" / ".place").write_text(f"{moved.resolve()}\n")
+        assert setup(moved).returncode == 0
+        assert (moved / ".venv" / "old").exists()
+
+    @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+    @pytest.mark.parametrize("here", [True, False])
+    def test_make_sets_up_again_where_it_was_moved(self, moved, here):
+        for name in ("Makefile", "pyproject.toml"):
+            shutil.copy(ROOT / name, moved)
+        if here:
+            (moved / ".venv" / ".place").write_text(f"{moved.resolve()}\n")
+        for ready in (".run-ready", ".dev-ready"):
+            (moved / ".venv" / ready).touch()
+        ran = subprocess.run(["make", "-n", "run"], cwd=moved, capture_output=True, text=True, timeout=60, check=False)
+        assert ran.returncode == 0, ran.stderr
+        assert ("scripts/setup.sh run" in ran.stdout) == (not here)
