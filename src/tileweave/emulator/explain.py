@@ -59,7 +59,8 @@ def _completion(op, other) -> str:
     text = f"store_wait for the {what} and then barrier(), by the partition that issued it"
     if op.cta is not other.cta:
         text += f", before {_chain(op.cta, other.cta)}: what is released is what has been performed"
-        text += "; or, if the other access is meant to come first, it must be waited for before this buffer is used again"
+        text += "; or, if the other access is meant to come first, it must be waited for before "
+        text += "this buffer is used again"
     return text
 
 
