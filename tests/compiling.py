@@ -6,28 +6,17 @@ A variant of an op goes through the op's own launch code on a fabric that compil
 compiled is what would run. Run in a subprocess: a process can hold one Triton only.
 """
 
-import inspect
 import json
-import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon._runtime import GluonASTSource
 
 from tileweave import Plan
-from tileweave import lang as gl
+from tileweave.bench.compile import compile_report
 from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel, Fabric
 from tileweave.ops.descriptors import describe
 from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
-
-TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -55,7 +44,7 @@ class CompilingFabric(Fabric):
         return Channel(op, flags, state, *arenas, 1_000_000_000)
 
     def launch(self, kernel, grid, args, *, num_warps, variant=None):
-        self.reports.append(report(kernel, args, num_warps))
+        self.reports.append(compile_report(kernel, args, num_warps))
 
     def _reduce_scatter(self, x, op):
         raise NotImplementedError
@@ -65,51 +54,6 @@ class CompilingFabric(Fabric):
 
     def _agree(self, call):
         raise NotImplementedError
-
-
-def source(kernel, args) -> GluonASTSource:
-    """What Triton's launcher would compile for these arguments."""
-    signature, constants, attributes = {}, {}, {}
-    for i, ((name, parameter), value) in enumerate(
-        zip(inspect.signature(kernel.fn).parameters.items(), args, strict=True)
-    ):
-        divisible = False
-        if "constexpr" in str(parameter.annotation):
-            signature[name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, gl.TensorDescriptor):
-            block = ",".join(map(str, value.block_shape))
-            signature[name] = f"tensordesc<{TYPES[value.base.dtype]}[{block}],{value.layout!r}>"
-        elif isinstance(value, torch.Tensor):
-            signature[name], divisible = "*" + TYPES[value.dtype], True
-        else:
-            signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            divisible = value % 16 == 0 and name not in kernel.do_not_specialize
-        if divisible:
-            attributes[(i,)] = [["tt.divisibility", 16]]
-    return GluonASTSource(kernel, signature, constants, attributes)
-
-
-def report(kernel, args, num_warps) -> dict:
-    """Counts of SASS instructions, stack and shared memory in bytes, and the PTX of the kernel."""
-    target = GPUTarget("cuda", 90, 32)
-    compiled = triton.compile(source(kernel, args), target=target, options=dict(num_warps=num_warps))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage, sass = (
-            subprocess.run([tool, flag, file.name], capture_output=True, text=True, check=True).stdout
-            for flag in ("-res-usage", "-sass")
-        )
-    return {
-        "triton": triton.__version__,
-        "shared": compiled.metadata.shared,
-        "stack": int(re.search(r"STACK:(\d+)", usage).group(1)),
-        "target": re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1),
-        "multimem": sorted(set(re.findall(r"multimem\.\w+", compiled.asm["ptx"]))),
-        "setmaxnreg": sorted({int(n) for n in re.findall(r"setmaxnreg\S+\s+(\d+)", compiled.asm["ptx"])}),
-        **{name: len(re.findall(rf"\b{name}\b", sass)) for name in INSTRUCTIONS},
-    }
 
 
 def reduce_scatter(
@@ -133,7 +77,7 @@ def words() -> dict:
 
     x, pt = meta(2, 1024), describe(meta(2, 64, 64), (1, 64, 64))
     flags = meta(2, BLOCK_WORDS, dtype=torch.int32)
-    return report(w.every_primitive, (0, pt, x, x, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
+    return compile_report(w.every_primitive, (0, pt, x, x, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
 
 
 def inter_sm(world=4) -> dict:
