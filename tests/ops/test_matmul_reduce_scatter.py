@@ -195,6 +195,7 @@ WRONG = [
     (dict(bias=torch.zeros(8).bfloat16()), ValueError, r"bias must be \[16\].*got \[8\]"),
     (dict(bias=torch.zeros(16)), ValueError, "float32"),
     (dict(out_dtype=torch.float16), ValueError, "out_dtype"),
+    (dict(op=["sum"]), ValueError, "'sum' or 'avg'"),
     (dict(deterministic="no"), TypeError, "True, False or None, got 'no'"),
     (dict(max_sms=2**31), ValueError, "max_sms must be below"),
     (dict(a=torch.zeros(4, 8).bfloat16().to_sparse()), TypeError, "a must be a dense tensor.*to_dense"),

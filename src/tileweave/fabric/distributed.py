@@ -9,6 +9,10 @@ import torch.distributed as dist
 from tileweave.fabric.base import Channel, Fabric, Outcome, Variant, check_labels, debug_mode
 from tileweave.fabric.capability import cuda_refusal
 
+# Newer releases of PyTorch call them by these names, and warn of the old ones.
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class DistributedFabric(Fabric):
     """This process's side of a process group; `group` None stands for a process alone, which needs no group.
@@ -28,8 +32,8 @@ class DistributedFabric(Fabric):
 
     def refusal(self) -> str | None:
         if self.device.type == "cpu":
-            return "CPU tensors outside an emulated world (tileweave.virtual_world): torch.matmul and torch.distributed"
-        return f"{cuda_refusal(self.device)}: torch.matmul and torch.distributed"
+            return "CPU tensors outside an emulated world (tileweave.virtual_world)"
+        return f"{cuda_refusal(self.device)}"
 
     def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
         """Raises RuntimeError: there is no peer memory."""
@@ -61,25 +65,23 @@ class DistributedFabric(Fabric):
         return values
 
     def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        """`dist.reduce_scatter_tensor`. Gloo, which lacks means in older versions, sums and then divides."""
+        """The group's reduce-scatter. Gloo, which lacks means in older versions, sums and then divides."""
         if self.group is None:
             return x.clone()
         out = x.new_empty(x.shape[0] // self.world_size, *x.shape[1:])
         averages = op == "avg" and self._collectives() == "nccl"
         if out.numel() == 0:
             return out
-        dist.reduce_scatter_tensor(
-            out, x.contiguous(), op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=self.group
-        )
+        REDUCE_SCATTER(out, x.contiguous(), op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=self.group)
         return out if averages or op == "sum" else out.div_(self.world_size)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """`dist.all_gather_into_tensor`."""
+        """The group's all-gather."""
         out = x.new_empty(x.shape[0] * self.world_size, *x.shape[1:])
         if self.group is None:
             return out.copy_(x)
         if out.numel():
-            dist.all_gather_into_tensor(out, x.contiguous(), group=self.group)
+            ALL_GATHER(out, x.contiguous(), group=self.group)
         return out
 
     def _collectives(self) -> str:

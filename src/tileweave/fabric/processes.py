@@ -91,7 +91,9 @@ class ProcessFabric(DistributedFabric):
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> "ProcessFabric":
         """The fabric of a group; collective the first time."""
-        fabrics = cls._made.setdefault(group, {})
+        fabrics = cls._made.get(group)
+        if fabrics is None:
+            fabrics = cls._made[group] = {}
         if device not in fabrics:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(

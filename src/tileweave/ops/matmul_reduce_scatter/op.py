@@ -64,12 +64,11 @@ def matmul_reduce_scatter(
             being captured.
         FabricTimeout: a peer did not take part within the group's timeout.
     """
-    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
-    text = "" if plan is None else plan.to_json()
-    options = op, bias, _resolve(deterministic), out_dtype, text, max_sms or 0
+    options = op, bias, _resolve(deterministic), out_dtype
     if _is_plain(a, b, bias):
-        return run(fabric_of(group, a.device), a, b, *options)
-    return OPERATOR(a, b, group_name(group), *options)
+        return run(fabric_of(group, a.device), a, b, *options, plan, max_sms)
+    check_kinds(a, b, *options, plan, max_sms)
+    return OPERATOR(a, b, group_name(group), *options, "" if plan is None else plan.to_json(), max_sms or 0)
 
 
 def route(
@@ -81,7 +80,7 @@ def route(
     return settle(site, a, b, op, bias, _resolve(deterministic), out_dtype, plan, max_sms or 0)[1]
 
 
-def _is_plain(*tensors: torch.Tensor | None) -> bool:
+def _is_plain(a, b, bias) -> bool:
     """Whether PyTorch's dispatcher would do nothing but call the operator's implementation.
 
     It comes to it through two kernels in Python, which takes as long as all the rest of a warm call but the launch.
@@ -94,10 +93,11 @@ def _is_plain(*tensors: torch.Tensor | None) -> bool:
     ):
         return False
     graded = torch.is_grad_enabled()
-    for x in tensors:
-        if x is not None and (
+    for x in (a, b) if bias is None else (a, b, bias):
+        if (
             type(x) not in (torch.Tensor, torch.nn.Parameter)
             or (graded and x.requires_grad)
+            or x.layout is not torch.strided
             or operand_dtype(x) != x.dtype
         ):
             return False

@@ -19,7 +19,16 @@ from torch.autograd import forward_ad
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.library import LIBRARY, TAGS, all_gather_rows
-from tileweave.ops.matmul_reduce_scatter.check import NAME, Agreement, Like, Site, check, operand_dtype, settle
+from tileweave.ops.matmul_reduce_scatter.check import (
+    NAME,
+    Agreement,
+    Like,
+    Site,
+    check,
+    check_kinds,
+    operand_dtype,
+    settle,
+)
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.planner import Plan
 
@@ -34,20 +43,30 @@ _plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
-def _run(a, b, group_name, *options):
+def _run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
     """The operator's implementation."""
-    return run(named_fabric(group_name, a.device), a, b, *options)
+    plan = _plan(plan) if plan else None
+    if max_sms < 0:
+        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
+    return run(named_fabric(group_name, a.device), a, b, op, bias, deterministic, out_dtype, plan, max_sms or None)
 
 
 def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms):
-    """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch."""
+    """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch.
+
+    The options are those of the public function, `deterministic` resolved.
+    """
     kinds = _kind(a), _kind(b), _kind(bias), op, deterministic, out_dtype, plan, max_sms
     remembered = fabric.views(NAME)
-    prepared = remembered.get(kinds) if remembered and not fabric.compares else None
+    try:
+        prepared = remembered.get(kinds) if remembered and not fabric.compares else None
+    except TypeError:  # an option of a kind that cannot be remembered, nor be right: see check_kinds
+        prepared = None
     if prepared is not None and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
         return prepared.launch(fabric, a, b, bias)
     like = Like.of(a), Like.of(b), op, Like.of(bias)
-    call, route = settle(Site.of(fabric), *like, deterministic, out_dtype, _plan(plan) if plan else None, max_sms)
+    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
+    call, route = settle(Site.of(fabric), *like, deterministic, out_dtype, plan, max_sms or 0)
     if fabric.compares:
         fabric.agree(Agreement(call, route.plan))
     if call.rows == 0 or call.n == 0:
