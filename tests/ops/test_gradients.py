@@ -110,6 +110,15 @@ def test_forward_mode_is_refused_rather_than_silently_zero():
         assert tw.matmul_reduce_scatter(a[0], b[0]).shape == (64, 64)
 
 
+def test_transforms_are_right_or_refused_by_name():
+    a, b, _ = operands(1, 64, 64, 32, seed=1)
+    with pytest.raises(NotImplementedError, match=r"matmul_reduce_scatter has no rules for torch.func transforms"):
+        torch.func.grad(lambda x: tw.matmul_reduce_scatter(x, b[0]).float().sum())(a[0])
+    outs = torch.func.vmap(lambda x: tw.matmul_reduce_scatter(x, b[0]))(torch.stack([a[0], 2 * a[0]]))
+    one = tw.matmul_reduce_scatter(a[0], b[0])
+    torch.testing.assert_close(outs, torch.stack([one, 2 * one]))
+
+
 def test_second_derivatives_are_refused():
     a, b, _ = operands(2, 16, 16, 8, seed=6)
 

@@ -136,6 +136,10 @@ def _autograd(keys, a, b, group_name, op, bias, *options):
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in (a, b, bias)
     ):
         raise NotImplementedError(f"{NAME} has no forward-mode derivative; its gradients are those of backward()")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            f"{NAME} has no rules for torch.func transforms; its gradients are those of backward()"
+        )
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
         return _Gradients.apply(keys, a, b, group_name, op, bias, *options)
     return _below_autograd(keys, a, b, group_name, op, bias, *options)
