@@ -41,12 +41,12 @@ class CompilingFabric(Fabric):
     def channel(self, op, adding_bytes, staging_bytes):
         arenas = [meta(self.world_size, 2 * n + 256, dtype=torch.uint8) for n in (adding_bytes, staging_bytes)]
         flags, state = meta(self.world_size, BLOCK_WORDS, dtype=torch.int32), meta(STATE_WORDS, dtype=torch.int32)
-        return Channel(op, flags, state, *arenas, 1_000_000_000)
+        return Channel(op, flags, state, *arenas, 1_000_000)
 
     def launch(self, kernel, grid, args, *, num_warps, variant=None):
         self.reports.append(compile_report(kernel, args, num_warps))
 
-    def _reduce_scatter(self, x, op):
+    def _reduce_scatter(self, x):
         raise NotImplementedError
 
     def all_gather(self, x):

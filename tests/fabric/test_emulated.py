@@ -22,7 +22,7 @@ def pass_on(group, out):
             fabric.rank,
             channel.flags,
             channel.flags.stride(0),
-            channel.timeout_ns // 1000,
+            channel.timeout_us,
             channel.state,
             boxes,
             boxes.stride(0),
@@ -62,7 +62,7 @@ def test_every_cta_of_the_largest_grid_is_resident():
                 rank,
                 channel.flags,
                 channel.flags.stride(0),
-                channel.timeout_ns // 1000,
+                channel.timeout_us,
                 1,
                 -1,
                 out,
@@ -169,32 +169,29 @@ def test_an_error_in_an_action_reaches_every_rank():
     assert sorted(caught) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 3, 6])
-def test_reduce_scatter(op, dtype, rows):
+def test_reduce_scatter(dtype, rows):
     torch.manual_seed(0)
     xs = [torch.randn(rows, 5).to(dtype) for _ in range(3)]
     kept = [x.clone() for x in xs]
     with virtual_world(3, "cpu") as world:
 
         def body(rank, group):
-            share = fabric_of(group, "cpu").reduce_scatter(xs[rank], op)
+            share = fabric_of(group, "cpu").reduce_scatter(xs[rank])
             xs[rank].fill_(float("nan"))  # legal as soon as the call has returned
             return share
 
         shares = world.run(body)
-    total = torch.stack(kept).float().sum(0) / (3 if op == "avg" else 1)
+    total = torch.stack(kept).float().sum(0)
     assert all(share.dtype == dtype and share.shape == (rows // 3, 5) for share in shares)
     torch.testing.assert_close(torch.cat(shares).float(), total, rtol=1e-2, atol=1e-2)
 
 
 def test_reduce_scatter_checks_its_arguments():
-    with virtual_world(2, "cpu") as world:
-        with pytest.raises(ValueError, match=r"multiple of the world size 2, got shape \(3, 4\)"):
-            world.run(lambda rank, group: fabric_of(group, "cpu").reduce_scatter(torch.ones(3, 4)))
-        with pytest.raises(ValueError, match="op: expected one of sum, avg, got 'max'"):
-            world.run(lambda rank, group: fabric_of(group, "cpu").reduce_scatter(torch.ones(2, 4), "max"))
+    refusal = pytest.raises(ValueError, match=r"multiple of the world size 2, got shape \(3, 4\)")
+    with virtual_world(2, "cpu") as world, refusal:
+        world.run(lambda rank, group: fabric_of(group, "cpu").reduce_scatter(torch.ones(3, 4)))
 
 
 def test_worlds_in_worlds():

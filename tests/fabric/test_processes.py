@@ -189,7 +189,7 @@ def test_a_timeout_is_told_once_and_rightly_while_the_watchdog_looks_too(monkeyp
     fabric.device, fabric._ops, fabric._captured, fabric._failed = torch.device("cpu"), {}, [], None
     fabric._lock = threading.Lock()
     for i in range(20):
-        channel = Channel("op", *[torch.zeros(1)] * 4, 10**9)
+        channel = Channel("op", *[torch.zeros(1)] * 4, 10**6)
         channel.captured = i % 2 == 1
         report = torch.tensor([1, 1, 5, 4, 2, 0, 0, 0], dtype=torch.int32)
         fabric._ops["op"] = Memories(channel, NoMemory(), NoMemory(), NoMemory(), report)

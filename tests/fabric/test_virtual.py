@@ -20,7 +20,7 @@ def pass_on(group=None):
     channel = fabric.channel("pass_on", 0, 64)
     boxes = channel.staging.view(torch.int32)
     out = torch.full((1,), -1, dtype=torch.int32, device=fabric.device)
-    flags = (channel.flags, channel.flags.stride(0), channel.timeout_ns // 1000)
+    flags = (channel.flags, channel.flags.stride(0), channel.timeout_us)
     args = (fabric.rank, *flags, channel.state, boxes, boxes.stride(0), out, fabric.world_size)
     fabric.launch(pass_on_kernel, 1, args, num_warps=1)
     return out
@@ -31,7 +31,7 @@ def meet(epoch, group=None, silent=-1, num_warps=1):
     fabric = fabric_of(group, "cuda")
     channel = fabric.channel("meet", 0, 0)
     out = torch.full((fabric.sms,), -1, dtype=torch.int32, device=fabric.device)
-    flags = (channel.flags, channel.flags.stride(0), channel.timeout_ns // 1000)
+    flags = (channel.flags, channel.flags.stride(0), channel.timeout_us)
     args = (fabric.rank, *flags, epoch, silent, out, fabric.world_size)
     fabric.launch(meet_kernel, fabric.sms, args, num_warps=num_warps)
     return out
@@ -189,16 +189,15 @@ def test_a_ranks_launches_follow_each_other_across_streams():
     assert [out.item() for out in outs[0]] == [100 * epoch + 1 for epoch in range(1, 7)]
 
 
-@pytest.mark.parametrize("op", ["sum", "avg"])
-def test_reduce_scatter(op):
+def test_reduce_scatter():
     torch.manual_seed(0)
     xs = [torch.randn(4096, 1024, device="cuda").to(torch.bfloat16) for _ in range(4)]
-    total = torch.stack(xs).float().sum(0) / (4 if op == "avg" else 1)
+    total = torch.stack(xs).float().sum(0)
 
     def body(rank, group):
         torch.cuda._sleep(20_000_000 * rank)
         x = xs[rank] * 1
-        share = fabric_of(group, "cuda").reduce_scatter(x, op)
+        share = fabric_of(group, "cuda").reduce_scatter(x)
         x.fill_(float("nan"))  # legal as soon as the call has returned
         return share
 

@@ -18,7 +18,7 @@ def test_a_new_channel_is_zero_and_large_enough():
     assert channel.flags.shape == (3, BLOCK_WORDS) and channel.flags.dtype == torch.int32
     assert channel.adding.shape == (3, 2 * 1024) and channel.staging.shape == (3, 2 * EMULATED_GRANULE)
     assert not any(part.any() for part in (channel.flags, channel.state, channel.adding, channel.staging))
-    assert channel.timeout_ns == 1000
+    assert channel.timeout_us == 1000
 
 
 def test_sizes_never_shrink_and_flags_survive_growth():

@@ -24,7 +24,7 @@ def all_gather_matmul(fabric, a, b, grid=4, tile=TILE, kernel=all_gather_matmul_
     args = (
         fabric.rank, describe(a, (bm, bk)), describe(slots[fabric.rank], (bm, bk)), describe(slots, (1, bm, bk)),
         slot_rows, describe(b, (bk, bn)), describe(out, (1, bm, bn)), channel.flags, channel.flags.stride(0),
-        channel.state, channel.timeout_ns // 1000, rows, n, k, world, bm, bn, bk, STAGES, COMM_SMS,
+        channel.state, channel.timeout_us, rows, n, k, world, bm, bn, bk, STAGES, COMM_SMS,
     )  # fmt: skip
     fabric.launch(kernel, grid, args, num_warps=WARPS)
     return out.view(world * rows, n)

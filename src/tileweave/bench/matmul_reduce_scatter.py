@@ -21,7 +21,7 @@ import torch
 from tileweave.bench.measure import interleaved, machine
 from tileweave.fabric import virtual_world
 from tileweave.fabric.base import Channel
-from tileweave.fabric.variants import load
+from tileweave.fabric.variants import load, variant_of
 from tileweave.fabric.virtual import Launch, VirtualFabric, VirtualWorld, launch_all
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
@@ -49,10 +49,10 @@ class Recorder(VirtualFabric):
             return super().channel(op, adding_bytes, staging_bytes)
         words = [torch.zeros(1, 128, dtype=torch.int32, device=self.device) for _ in range(2)]
         nothing = torch.zeros(1, 512, dtype=torch.uint8, device=self.device)
-        return Channel(op, words[0], words[1][0], nothing, nothing, 10**9)
+        return Channel(op, words[0], words[1][0], nothing, nothing, 10**6)
 
     def launch(self, kernel, grid, args, *, num_warps, variant=None) -> None:
-        compiled = self.world.variants.get(kernel, grid, args, num_warps, variant)
+        compiled = variant_of(kernel, grid, args, num_warps, variant)
         load(compiled, capturing=False)
         self.kept.append(Launch(compiled, grid, args, torch.cuda.current_stream().cuda_stream, False))
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave.fabric.arguments import place, ranks, seconds, whole_number
-from tileweave.fabric.base import MAX_RANKS, REDUCTIONS, Channel, Fabric, FabricTimeout, Variant
+from tileweave.fabric.base import MAX_RANKS, Channel, Fabric, FabricTimeout, Variant
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.emulated import EmulatedWorld
@@ -17,7 +17,7 @@ from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
 from tileweave.fabric.world import VirtualGroup, World
 
 __all__ = [
-    "MAX_RANKS", "REDUCTIONS", "Channel", "Fabric", "FabricTimeout", "Group", "Variant", "VirtualGroup", "World",
+    "MAX_RANKS", "Channel", "Fabric", "FabricTimeout", "Group", "Variant", "VirtualGroup", "World",
     "check", "cuda_refusal", "fabric_of", "group_name", "group_size", "memory_report", "named_fabric", "virtual_world",
 ]  # fmt: skip
 

@@ -18,7 +18,6 @@ FLAGS = 128
 BLOCK_WORDS = HEADER_WORDS + FLAGS
 STATE_WORDS = 128
 MAX_RANKS = STATE_WORDS - 2  # a counter per peer, after the epoch and the count of CTAs that are done
-REDUCTIONS = ("sum", "avg")
 
 
 def debug_mode() -> bool:
@@ -51,7 +50,7 @@ class Channel:
     `state`    int32 [STATE_WORDS], this rank's own: epoch and counters; zero at first
     `adding`   uint8 [world, 2 * n], parallel: two slots of n bytes; all zero whenever no call is in flight
     `staging`  uint8 [world, 2 * m], parallel: two slots of m bytes, contents undefined
-    `timeout_ns` bounds every wait on the flags.
+    `timeout_us` bounds every wait on the flags.
 
     n and m are at least what was asked for; the distance of two ranks' slices is a multiple of 256 bytes.
 
@@ -65,7 +64,7 @@ class Channel:
     state: torch.Tensor
     adding: torch.Tensor
     staging: torch.Tensor
-    timeout_ns: int
+    timeout_us: int
     views: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
     captured: bool = field(default=False, init=False)
 
@@ -128,7 +127,7 @@ class Fabric(ABC):
         """`agree` in debug mode."""
 
     @abstractmethod
-    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+    def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """`reduce_scatter` of checked arguments."""
 
     @abstractmethod
@@ -161,20 +160,18 @@ class Fabric(ABC):
         """Bytes of workspace by op: `own`, this rank's, and `mapped`, the addresses that cover all ranks'."""
         return {}
 
-    def reduce_scatter(self, x: torch.Tensor, op: str = "sum") -> torch.Tensor:
-        """Sum ("sum") or mean ("avg") over the ranks of `x` [M, ...], of which rank r returns rows r * M / world on.
+    def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks of `x` [M, ...], of which rank r returns rows r * M / world on.
 
         `x` is left as it is; the result is a new tensor [M / world, ...] of its dtype, on this rank's current stream.
-        ValueError if M is no multiple of the world size or `op` is unknown.
+        ValueError if M is no multiple of the world size.
         """
-        if op not in REDUCTIONS:
-            raise ValueError(f"op: expected one of {', '.join(REDUCTIONS)}, got {op!r}")
         if x.dim() == 0 or x.shape[0] % self.world_size:
             raise ValueError(
                 f"x: the first dimension must be a multiple of the world size {self.world_size}, "
                 f"got shape {tuple(x.shape)}"
             )
-        return self._reduce_scatter(x, op)
+        return self._reduce_scatter(x)
 
     def check_grid(self, kernel: Any, grid: int) -> None:
         """Raise ValueError unless all CTAs of a grid of this size can be resident at once."""

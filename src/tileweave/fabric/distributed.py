@@ -64,16 +64,14 @@ class DistributedFabric(Fabric):
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        """The group's reduce-scatter. Gloo, which lacks means in older versions, sums and then divides."""
+    def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        """The group's reduce-scatter."""
         if self.group is None:
             return x.clone()
         out = x.new_empty(x.shape[0] // self.world_size, *x.shape[1:])
-        averages = op == "avg" and self._collectives() == "nccl"
-        if out.numel() == 0:
-            return out
-        REDUCE_SCATTER(out, x.contiguous(), op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, group=self.group)
-        return out if averages or op == "sum" else out.div_(self.world_size)
+        if out.numel():
+            REDUCE_SCATTER(out, x.contiguous(), group=self.group)
+        return out
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """The group's all-gather."""
@@ -83,10 +81,6 @@ class DistributedFabric(Fabric):
         if out.numel():
             ALL_GATHER(out, x.contiguous(), group=self.group)
         return out
-
-    def _collectives(self) -> str:
-        """Name of the backend that serves this device's tensors."""
-        return self.group._get_backend(self.device).name() if self.group else ""
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(f"{what}: no fused kernels here: {self.refusal()}")

@@ -60,9 +60,9 @@ class EmulatedFabric(WorldFabric):
         self.check_grid(kernel, grid)
         self.world._machine.launch(kernel, (grid,), *args, num_warps=num_warps)
 
-    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        parts = self.exchange(f"reduce_scatter({tuple(x.shape)}, {op})", x, list)
-        total = reduce_rows(parts, self.rank, op)
+    def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.exchange(f"reduce_scatter({tuple(x.shape)})", x, list)
+        total = reduce_rows(parts, self.rank)
         self.rendezvous()  # the peers may change their x only when all have read it
         return total
 
@@ -76,7 +76,7 @@ class EmulatedFabric(WorldFabric):
         return self.world._machine.rendezvous(lambda: act(list(self.world.deposits)))
 
 
-def reduce_rows(parts: Sequence[torch.Tensor], rank: int, op: str) -> torch.Tensor:
-    """Sum or mean of all ranks' tensors, of which only `rank`'s share of the rows; rounded once."""
+def reduce_rows(parts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    """Sum of all ranks' tensors, of which only `rank`'s share of the rows; rounded once."""
     rows = torch.stack([part.chunk(len(parts))[rank] if part.shape[0] else part for part in parts])
-    return rows.sum(0) if op == "sum" else rows.mean(0)
+    return rows.sum(0)

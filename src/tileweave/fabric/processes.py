@@ -23,7 +23,7 @@ from tileweave import lang
 from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, STATE_WORDS, Channel, FabricTimeout, Variant, debug_mode
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
-from tileweave.fabric.variants import Variants, enqueue, load
+from tileweave.fabric.variants import enqueue, load, variant_of
 
 if TYPE_CHECKING:
     from tileweave.fabric.peer_memory import PeerMemory
@@ -111,7 +111,6 @@ class ProcessFabric(DistributedFabric):
         self._failed: FabricTimeout | None = None
         self._lock = threading.Lock()  # of _failed and the reports, which the watchdog looks at too
         self._last: torch.cuda.Stream | None = None  # that has the latest launch
-        self._variants = Variants()
         facts = self._gather(_facts(device))
         errors = [f"rank {rank}: {fact.error}" for rank, fact in enumerate(facts) if fact.error]
         if errors:
@@ -173,7 +172,7 @@ class ProcessFabric(DistributedFabric):
         if index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.launch(kernel, grid, args, num_warps=num_warps, variant=variant)
-        compiled = self._variants.get(kernel, grid, args, num_warps, variant)
+        compiled = variant_of(kernel, grid, args, num_warps, variant)
         handle, capturing = torch._C._cuda_getCurrentRawStream(index), torch.cuda.is_current_stream_capturing()
         load(compiled, capturing)
         if not capturing and (self._last is None or handle != self._last.cuda_stream):
@@ -274,7 +273,7 @@ class ProcessFabric(DistributedFabric):
         torch.cuda.synchronize(self.device)
         state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
         channel = Channel(
-            op, words, state, adding.tensor(torch.uint8), staging.tensor(torch.uint8), int(self.timeout * 1e9)
+            op, words, state, adding.tensor(torch.uint8), staging.tensor(torch.uint8), int(self.timeout * 1e6)
         )
         self._gather(None)
         return Memories(channel, flags, adding, staging, report)

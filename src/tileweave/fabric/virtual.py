@@ -17,7 +17,7 @@ import torch
 from tileweave.fabric.base import Abandoned, Channel, Outcome, Variant
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
-from tileweave.fabric.variants import Variants, enqueue, load
+from tileweave.fabric.variants import enqueue, load, variant_of
 from tileweave.fabric.world import World, WorldFabric
 
 T = TypeVar("T")
@@ -44,7 +44,6 @@ class VirtualWorld(World):
         super().__init__(size, device, sms, timeout)
         self.meeting = self._new_meeting()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
-        self.variants = Variants()
         self.last: list[torch.cuda.Stream | None] = [None] * size  # where each rank's latest launch went
 
     def close(self) -> None:
@@ -139,7 +138,7 @@ class VirtualFabric(WorldFabric):
         """
         self.check_grid(kernel, grid)
         with torch.cuda.device(self.device):
-            compiled = self.world.variants.get(kernel, grid, args, num_warps, variant)
+            compiled = variant_of(kernel, grid, args, num_warps, variant)
             stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
             last = self.world.last[self.rank]
             if last is not None and last != stream and not capturing:
@@ -148,10 +147,10 @@ class VirtualFabric(WorldFabric):
             mine = Launch(compiled, grid, args, stream.cuda_stream, capturing)
             self.exchange(f"launch of {kernel.__name__} with {grid} CTAs", mine, launch_all)
 
-    def _reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        label = f"reduce_scatter({tuple(x.shape)}, {op})"
+    def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        label = f"reduce_scatter({tuple(x.shape)})"
         parts = self._gather(label, x)
-        total = reduce_rows(parts, self.rank, op)
+        total = reduce_rows(parts, self.rank)
         self._gather(label, None)  # the peers' streams may change or free their x only when all have read it
         return total
 

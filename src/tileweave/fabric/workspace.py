@@ -38,8 +38,8 @@ class Shared:
 class Workspace:
     """The channels of all ranks of a world."""
 
-    def __init__(self, world: int, device: torch.device, timeout_ns: int):
-        self.world, self.device, self.timeout_ns = world, device, timeout_ns
+    def __init__(self, world: int, device: torch.device, timeout_us: int):
+        self.world, self.device, self.timeout_us = world, device, timeout_us
         self.granule = CUDA_GRANULE if device.type == "cuda" else EMULATED_GRANULE
         self.ops: dict[str, Shared] = {}
         self._captured: list[tuple[str, Shared]] = []  # forgotten, but some CUDA graph may still be replayed on it
@@ -59,7 +59,7 @@ class Workspace:
         flags, state = (old.flags, old.state) if old else (self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS))
         if old:
             self._let_go(op, old)
-        channels = [Channel(op, flags, words, adding, staging, self.timeout_ns) for words in state]
+        channels = [Channel(op, flags, words, adding, staging, self.timeout_us) for words in state]
         self.ops[op] = Shared(flags, state, adding, staging, channels)
 
     def timed_out(self) -> FabricTimeout | None:

@@ -59,7 +59,7 @@ class World(ABC):
 
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         self.size, self.device, self.sms, self.timeout = size, device, sms, timeout
-        self.workspace = Workspace(size, device, int(timeout * 1e9))
+        self.workspace = Workspace(size, device, int(timeout * 1e6))
         self.name = f"{size}:tileweave:world:{next(_numbers)}"  # what names are: tileweave.fabric.names
         _worlds[self.name] = self
         self._running = threading.Lock()

@@ -14,7 +14,7 @@ class DeviceFunction:
         raise RuntimeError(f"{self.__name__} needs Triton to run on a GPU; Triton is not installed")
 
 
-def jit(fn=None, *, do_not_specialize=(), do_not_specialize_on_alignment=()):
+def jit(fn=None, *, do_not_specialize=()):
     """Mark a device function."""
     return DeviceFunction(fn) if fn else DeviceFunction
 

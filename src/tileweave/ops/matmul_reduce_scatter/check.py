@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from tileweave.fabric import MAX_RANKS, REDUCTIONS, Fabric
+from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.ops.route import Route
 from tileweave.planner import Plan, Problem, plan_for, unsupported
 
 NAME = "matmul_reduce_scatter"
+REDUCTIONS = ("sum", "avg")
 DTYPES = (torch.bfloat16, torch.float16)
 
 

@@ -18,7 +18,7 @@ def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: 
     product = torch.matmul(a.float(), b.float()) if call.out_dtype == torch.float32 else torch.matmul(a, b)
     if call.op == "avg":  # before the sum, which may not overflow where the mean does not
         product = product / fabric.world_size
-    result = fabric.reduce_scatter(product.to(call.out_dtype).contiguous(), "sum")
+    result = fabric.reduce_scatter(product.to(call.out_dtype).contiguous())
     return result if bias is None else result + bias.to(call.out_dtype)
 
 
@@ -66,11 +66,9 @@ def fused(
 
 def as_vector(bias: torch.Tensor) -> torch.Tensor:
     """`bias` in one piece and 16-byte aligned."""
-    return (
-        bias
-        if bias.is_contiguous() and bias.data_ptr() % 16 == 0
-        else bias.clone(memory_format=torch.contiguous_format)
-    )
+    if bias.is_contiguous() and bias.data_ptr() % 16 == 0:
+        return bias
+    return bias.clone(memory_format=torch.contiguous_format)
 
 
 def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> Prepared:
@@ -86,7 +84,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         channel.flags,
         channel.flags.stride(0),
         channel.state,
-        channel.timeout_ns // 1000,
+        channel.timeout_us,
         call.rows,
         call.n,
         a_rows.shape[0] if a_t else a_rows.shape[1],

@@ -59,16 +59,20 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms):
     kinds = _kind(a), _kind(b), _kind(bias), op, deterministic, out_dtype, plan, max_sms
     remembered = fabric.views(NAME)
     try:
-        prepared = remembered.get(kinds) if remembered and not fabric.compares else None
+        known = remembered.get(kinds) if remembered else None
     except TypeError:  # an option of a kind that cannot be remembered, nor be right: see check_kinds
-        prepared = None
-    if prepared is not None and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+        known = None
+    if known is not None and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+        agreement, prepared = known
+        if fabric.compares:
+            fabric.agree(agreement)
         return prepared.launch(fabric, a, b, bias)
-    like = Like.of(a), Like.of(b), op, Like.of(bias)
     check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
+    like = Like.of(a), Like.of(b), op, Like.of(bias)
     call, route = settle(Site.of(fabric), *like, deterministic, out_dtype, plan, max_sms or 0)
+    agreement = Agreement(call, route.plan)
     if fabric.compares:
-        fabric.agree(Agreement(call, route.plan))
+        fabric.agree(agreement)
     if call.rows == 0 or call.n == 0:
         return torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     if route.plan is None:
@@ -78,7 +82,7 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms):
     if prepared is not None and remembered is not None:
         if len(remembered) == KINDS:
             remembered.clear()
-        remembered[kinds] = prepared
+        remembered[kinds] = agreement, prepared
     return out
 
 
