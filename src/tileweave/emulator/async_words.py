@@ -38,6 +38,11 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
     return view
 
 
+def reinterpret(buf, dtype, shape, layout):
+    """The same bytes of shared memory as a tile of another type and shape."""
+    return buf.reinterpret(dtype, shape)
+
+
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """Run the first function in this partition and each other one in a partition of its own; returns the first's."""
     me = getcurrent()

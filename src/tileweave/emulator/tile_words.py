@@ -109,3 +109,8 @@ log2 = _unary(torch.log2)
 def convert_layout(value, layout, assert_trivial=False):
     """Layouts do not matter here."""
     return value
+
+
+def columns(x, width):
+    """A matrix cut into matrices of `width` columns."""
+    return tuple(Tile(part) for part in x.t.split(int(width), 1))

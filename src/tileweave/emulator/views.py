@@ -14,7 +14,7 @@ from tileweave.emulator.mbarrier import MBarrier
 from tileweave.emulator.memory import Memory
 from tileweave.emulator.places import Place
 from tileweave.emulator.regions import EMPTY, Region, scattered, strided
-from tileweave.emulator.tiles import LANG_DTYPES, Tile, raw
+from tileweave.emulator.tiles import DTYPES, LANG_DTYPES, Tile, raw
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,11 @@ class View:
         """The same elements in another shape."""
         shape = tuple(int(n) for n in shape)
         return self._derive(("reshape", shape), lambda t: t.view(shape))
+
+    def reinterpret(self, dtype, shape) -> View:
+        """The same bytes as another type and shape."""
+        shape = tuple(int(n) for n in shape)
+        return self._derive((dtype, shape), lambda t: t.view(-1).view(DTYPES[dtype]).view(shape))
 
     def slice(self, start, length, dim=0) -> View:
         """`length` positions of a dimension."""

@@ -92,6 +92,35 @@ def barrier(_semantic=None):
 
 
 @_builtin
+def columns(x, width, _semantic=None):
+    """A matrix in registers cut into matrices of `width` columns, left to right, as a tuple.
+
+    For a wgmma's result (NVMMADistributedLayout): no data moves, each part has the layout of a result of that width.
+    """
+    width = _gl._unwrap_if_constexpr(width)
+    whole = x.type.layout
+    rows, _, depth = whole.instr_shape
+    layout = NVMMADistributedLayout(whole.version, whole.warps_per_cta, [rows, width, depth])
+
+    def cut(part):
+        height, count = (_gl._unwrap_if_constexpr(n) for n in part.shape)
+        if count == width:
+            return [_semantic.convert_layout(part, layout, True)]
+        halves = _semantic.permute(_semantic.reshape(part, [height, 2, count // 2], False), (0, 2, 1))
+        left, right = _semantic.split(halves)
+        return cut(left) + cut(right)
+
+    return _gl.tuple(cut(x))
+
+
+@_builtin
+def reinterpret(buf, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory as a tile of another type, shape and layout."""
+    f = getattr(buf, "reinterpret", None) or buf._reinterpret
+    return f(dtype, [_gl._unwrap_if_constexpr(n) for n in shape], layout, _semantic=_semantic)
+
+
+@_builtin
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs, _semantic=None, _generator=None):
     """Run one function per warp partition; the first in the default one. Functions may be constexpr parameters."""
     unwrap = _gl._unwrap_if_constexpr

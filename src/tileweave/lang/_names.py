@@ -9,8 +9,10 @@ WORDS = (
     "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv", "warp_specialize", "barrier",
     # tiles in registers
     "arange", "zeros", "full", "where", "maximum", "minimum", "max", "min", "sum", "exp2", "log2", "convert_layout",
+    "columns",
     # memory
     "load", "store", "atomic_add", "atomic_cas", "atomic_max", "atomic_xchg", "allocate_shared_memory",
+    "reinterpret",
     # asynchronous machinery of one SM
     "mbarrier_init", "mbarrier_expect", "mbarrier_arrive", "mbarrier_wait", "mbarrier_invalidate",
     "fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "tma_load", "tma_store",

@@ -1,5 +1,5 @@
 """From a problem to a plan: hardware figures, cost model, tile configurations."""
 
-from tileweave.planner.plan import Plan, Problem, plan_for, unsupported
+from tileweave.planner.plan import Plan, Problem, candidates, plan_for, unsupported
 
-__all__ = ["Plan", "Problem", "plan_for", "unsupported"]
+__all__ = ["Plan", "Problem", "candidates", "plan_for", "unsupported"]

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields
 from tileweave.planner.hardware import H200, Hardware
 
 GROUP_ROWS = 8  # tile rows that a wave walks together, so that its operands stay in L2
-WARPS = 8  # warps of the multiplier
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,14 @@ class Plan:
     """How a fused call runs.
 
     mechanism: "tma"; schedule: "intra_sm"; tile: (rows, columns, K step) of a CTA; stages: depth of the operand ring;
-    comm_sms: SMs that only communicate; predicted_us: microseconds by the cost model, None for a plan made by hand.
+    split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate; predicted_us: microseconds by the cost model, None for a plan made by hand.
     """
 
     mechanism: str = "tma"
     schedule: str = "intra_sm"
     tile: tuple[int, int, int] = (128, 256, 64)
     stages: int = 3
+    split: int = 1
     comm_sms: int = 0
     predicted_us: float | None = None
     reason: str = "given by the caller"
@@ -84,19 +84,54 @@ class Tiling:
     efficiency: float
 
 
+MAX_SPLIT = 16
 TILINGS = (
-    Tiling((128, 256, 64), 3, 1.0),
-    Tiling((256, 128, 64), 3, 0.97),
-    Tiling((128, 128, 64), 5, 0.85),
-    Tiling((128, 128, 64), 4, 0.85),
-    Tiling((128, 64, 64), 6, 0.6),
+    Tiling((128, 256, 64), 4, 1.0),
+    Tiling((256, 128, 64), 4, 0.99),
+    Tiling((128, 128, 64), 6, 0.98),
+    Tiling((64, 256, 64), 5, 0.9),
+    Tiling((128, 64, 64), 8, 0.6),
+    Tiling((64, 128, 64), 8, 0.6),
+    Tiling((64, 64, 64), 10, 0.4),
 )
+SPLITS = (1, 2, 3, 4, 6, 8)
 
 
-def shared_bytes(tile: tuple[int, int, int], stages: int, message_bytes: int) -> int:
-    """Shared memory of a CTA in bytes: the ring of 16-bit operands, one output tile, barriers and scratch."""
-    bm, bn, bk = tile
-    return stages * (bm + bn) * bk * 2 + bm * bn * message_bytes + 1024
+PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
+BARRIER_BYTES = 1024  # of a CTA's shared memory: mbarriers, and what the compiler keeps for warp partitions
+
+
+def warps(tile: tuple[int, int, int]) -> int:
+    """Warps of the multiplier: a group of four for each 64 rows, at most two groups."""
+    return min(tile[0] // 16, 8)
+
+
+def parts(tile: tuple[int, int, int], message_bytes: int) -> int:
+    """Messages that an output tile travels in."""
+    return tile[1] * message_bytes // PART_BYTES
+
+
+def part_buffers(plan: "Plan", message_bytes: int, hardware: Hardware = H200) -> int:
+    """Buffers for finished parts: as many as a tile has, or as shared memory allows beside the operand ring."""
+    free = hardware.shared_bytes - BARRIER_BYTES - ring_bytes(plan)
+    fits = free // (plan.tile[0] * PART_BYTES)
+    return max(0, 1 << min(fits, parts(plan.tile, message_bytes)).bit_length() - 1) if fits else 0
+
+
+def tiles_of(rows: int, n: int, world: int, tile: tuple[int, int, int]) -> int:
+    """Output tiles that one rank computes: no tile spans the rows of two owners."""
+    return -(-rows // tile[0]) * -(-n // tile[1]) * world
+
+
+def whole_tiles(tiles: int, sms: int, split: int) -> int:
+    """How many tiles a CTA each computes alone; the others, the last wave, are shared by `split` CTAs each."""
+    return tiles if split == 1 else tiles // sms * sms
+
+
+def ring_bytes(plan: "Plan") -> int:
+    """Shared memory of the operand ring, of 16-bit elements."""
+    bm, bn, bk = plan.tile
+    return plan.stages * (bm + bn) * bk * 2
 
 
 def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:
@@ -107,18 +142,23 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return f"plan.schedule={plan.schedule!r}: matmul_reduce_scatter has 'intra_sm'"
     if plan.comm_sms != 0:
         return f"plan.comm_sms={plan.comm_sms}: the intra_sm schedule has 0"
-    if plan.tile not in {(rows, columns, 64) for rows in (128, 256) for columns in (64, 128, 256)}:
-        return f"plan.tile={plan.tile}: rows are 128 or 256, columns 64, 128 or 256, the K step 64"
+    if plan.tile not in {(rows, columns, 64) for rows in (64, 128, 256) for columns in (64, 128, 256)}:
+        return f"plan.tile={plan.tile}: rows and columns are 64, 128 or 256, the K step 64"
     if plan.tile[0] * plan.tile[1] > 128 * 256:
         return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
     if plan.stages < 2:
         return f"plan.stages={plan.stages}: the ring needs at least 2"
-    need = shared_bytes(plan.tile, plan.stages, problem.message_bytes)
-    if need > hardware.shared_bytes:
+    if part_buffers(plan, problem.message_bytes, hardware) < 1:
+        need = ring_bytes(plan) + plan.tile[0] * PART_BYTES + BARRIER_BYTES
         return (
             f"plan.tile={plan.tile} with plan.stages={plan.stages} needs {need} bytes of shared memory, "
             f"a CTA has {hardware.shared_bytes}"
         )
+    tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
+    shared = tiles - whole_tiles(tiles, problem.sms, plan.split)
+    if not 1 <= plan.split <= MAX_SPLIT or shared * plan.split > problem.sms:
+        most = min(MAX_SPLIT, problem.sms // max(tiles % problem.sms, 1))
+        return f"plan.split={plan.split}: 1 to {most} CTAs can share a tile of the last wave ({tiles} tiles, {problem.sms} SMs)"
     return None
 
 
@@ -161,3 +201,24 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"
     reason = f"{way}; {count} of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs is the cheapest tiling"
     return Plan(tile=plan.tile, stages=plan.stages, predicted_us=round(cost, 1), reason=reason)
+
+
+def candidates(problem: Problem, hardware: Hardware = H200) -> list[Plan]:
+    """Plans worth measuring for a problem."""
+    found = []
+    for tiling in TILINGS:
+        for split in SPLITS:
+            plan = Plan(tile=tiling.tile, stages=tiling.stages, split=split)
+            if unsupported(problem, plan, hardware):
+                continue
+            bm, bn, _ = tiling.tile
+            tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, tiling.tile)
+            alone = whole_tiles(tiles, problem.sms, split)
+            if split > 1 and alone == tiles:
+                continue
+            waves = math.ceil(alone / problem.sms) + (tiles > alone) / split
+            step = 2 * bm * bn * 64 / (5.4e6 * tiling.efficiency)
+            cost = waves * (math.ceil(problem.k / 64) * step + 1.0) + (4 if split > 1 else 0)
+            found.append((cost, plan))
+    best = min(cost for cost, _ in found)
+    return [plan for cost, plan in found if cost < 1.5 * best]

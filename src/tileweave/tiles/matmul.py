@@ -1,17 +1,36 @@
 """The matmul template: a persistent, warp-specialized tile loop whose ends are left open.
 
     loader       one warp: TMA loads of A and B tiles into a ring
-    multiplier   the default partition: wgmma over the ring, then the op's EPILOGUE on the accumulator
-    storer       one warp: the op's STORE role, which carries finished tiles away
+    multiplier   the default partition: wgmma over the ring, then the op's EPILOGUE on the accumulator, in parts
+    storer       one warp: the op's STORE of each finished part
     communicator whole CTAs below COMM_SMS that only run the op's COMMUNICATE role
 
+A part, or message, is a tile's rows by WIDTH columns, 128 bytes wide: what TMA moves in one piece. The multiplier hands
+parts to the storer through a ring of C_BUFS buffers, so a tile's first part travels while its last is still in registers.
+
+SHARED: the last tiles of the loop, those from `whole` on, are shared by `split` CTAs each, of which each multiplies its
+share of the K steps: they fill a last wave that whole tiles would leave half empty. The CTAs exchange their accumulators
+through `scratch`, in float32, and each finishes every split-th part. All of this is the last work of its CTA.
+
+| word or barrier | written by | waited for by | order, scope | why its reuse is safe |
+|---|---|---|---|---|
+| ring.ready / empty | loader's TMA / multiplier | multiplier / loader | mbarrier, CTA | Channel's phases |
+| result.ready / empty | multiplier, a part is in its buffer / storer, its bulk store has read it | storer / multiplier | mbarrier, CTA | Channel's phases |
+| state[DONE] | every CTA, its roles have read the epoch | nobody; the last one advances the epoch | acq_rel, gpu | the last one puts it back to 0 |
+| state[EPOCH] | the last CTA | next launch (kernel boundary) | stream order | read by all roles of a CTA before it arrives at DONE |
+| flags[rank][FIRST_SHARE + cta] = epoch | multiplier of a CTA that shares a tile, its accumulator is in scratch | multipliers of those that share it | release / acquire, sys | monotonic; scratch belongs to one launch |
+
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what a load
-must wait for), EPILOGUE, STORE and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul` and whatever
-its own roles need.
+must wait for), MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part
+goes, and who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
 """
 
 from tileweave import lang as gl
 from tileweave.tiles.channel import Channel, make_channel
+
+FIRST_SHARE = gl.constexpr(128)  # flags below are the op's
+# Words of `state`, this rank's own memory; those from OWN_WORDS on are the op's.
+EPOCH, DONE, OWN_WORDS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
 @gl.aggregate
@@ -23,64 +42,102 @@ class Matmul:
     a_bufs: gl.shared_memory_descriptor
     b_bufs: gl.shared_memory_descriptor
     ring: Channel
+    c_bufs: gl.shared_memory_descriptor
+    result: Channel
+    flags: gl.Flags
+    state: gl.tensor
+    scratch: gl.tensor
     k_steps: gl.tensor
     tiles: gl.tensor
+    whole: gl.tensor
+    split: gl.tensor
     BM: gl.constexpr
     BN: gl.constexpr
     BK: gl.constexpr
+    WIDTH: gl.constexpr
+    SHARED: gl.constexpr
     A_T: gl.constexpr
     B_T: gl.constexpr
     COMM_SMS: gl.constexpr
 
     @gl.constexpr_function
-    def __init__(self, a_desc, b_desc, a_bufs, b_bufs, ring, k_steps, tiles, BM, BN, BK, A_T, B_T, COMM_SMS):
-        self.a_desc = a_desc
-        self.b_desc = b_desc
-        self.a_bufs = a_bufs
-        self.b_bufs = b_bufs
-        self.ring = ring
-        self.k_steps = k_steps
-        self.tiles = tiles
-        self.BM = gl.constexpr(BM)
-        self.BN = gl.constexpr(BN)
-        self.BK = gl.constexpr(BK)
-        self.A_T = gl.constexpr(A_T)
-        self.B_T = gl.constexpr(B_T)
-        self.COMM_SMS = gl.constexpr(COMM_SMS)
+    def __init__(
+        self, a_desc, b_desc, a_bufs, b_bufs, ring, c_bufs, result, flags, state, scratch, k_steps, tiles, whole, split,
+        BM, BN, BK, WIDTH, SHARED, A_T, B_T, COMM_SMS,
+    ):  # fmt: skip
+        self.a_desc, self.b_desc = a_desc, b_desc
+        self.a_bufs, self.b_bufs, self.ring = a_bufs, b_bufs, ring
+        self.c_bufs, self.result = c_bufs, result
+        self.flags, self.state, self.scratch = flags, state, scratch
+        self.k_steps, self.tiles, self.whole, self.split = k_steps, tiles, whole, split
+        self.BM, self.BN, self.BK = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(BK)
+        self.WIDTH, self.SHARED = gl.constexpr(WIDTH), gl.constexpr(SHARED)
+        self.A_T, self.B_T, self.COMM_SMS = gl.constexpr(A_T), gl.constexpr(B_T), gl.constexpr(COMM_SMS)
 
 
 @gl.jit
 def make_matmul(
-    a_desc,
-    b_desc,
-    k,
-    tiles,
-    BM: gl.constexpr,
-    BN: gl.constexpr,
-    BK: gl.constexpr,
-    STAGES: gl.constexpr,
-    A_T: gl.constexpr,
-    B_T: gl.constexpr,
-    COMM_SMS: gl.constexpr,
-):
-    """Allocate the ring of operand tiles; `tiles` is how many output tiles the whole grid computes."""
+    a_desc, b_desc, c_desc, flags, state, scratch, k, tiles, whole, split,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
+    SHARED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, COMM_SMS: gl.constexpr,
+):  # fmt: skip
+    """Allocate the rings of operands and of results, whose parts have the box of `c_desc`, the last two dimensions of
+    which are BM x WIDTH; `tiles` is how many output tiles the whole grid computes, the first `whole` of them without sharing."""
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
-    ring = make_channel(STAGES)
-    k_steps = gl.cdiv(k, BK)
-    return Matmul(a_desc, b_desc, a_bufs, b_bufs, ring, k_steps, tiles, BM, BN, BK, A_T, B_T, COMM_SMS)
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [C_BUFS] + c_desc.block_shape, c_desc.layout)
+    WIDTH: gl.constexpr = c_desc.block_shape[len(c_desc.block_shape) - 1]
+    return Matmul(
+        a_desc, b_desc, a_bufs, b_bufs, make_channel(STAGES), c_bufs, make_channel(C_BUFS), flags, state, scratch,
+        gl.cdiv(k, BK), tiles, whole, split, BM, BN, BK, WIDTH, SHARED, A_T, B_T, COMM_SMS,
+    )  # fmt: skip
 
 
 @gl.jit
-def first_tile(mm):
-    """Number of the first tile of this CTA; the next ones follow at `tile_step`."""
+def this_epoch(mm):
+    """The number of this call, from 1. Each role reads it before anything else."""
+    return gl.load(mm.state + EPOCH) + 1
+
+
+@gl.jit
+def finish(mm, epoch):
+    """A CTA's end as far as the epoch is concerned; the last one advances it. A world of one has no use for epochs
+    unless its CTAs share tiles."""
+    if (mm.flags.world > 1) | mm.SHARED:
+        gl.barrier()
+        if gl.atomic_add(mm.state + DONE, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+            gl.atomic_xchg(mm.state + DONE, 0, sem="relaxed", scope="gpu")
+            gl.atomic_xchg(mm.state + EPOCH, epoch, sem="relaxed", scope="gpu")
+
+
+@gl.jit
+def first_unit(mm):
+    """Number of the first unit of work of this CTA, a tile or a share of one; the next ones follow at `unit_step`."""
     return gl.program_id(0) - mm.COMM_SMS
 
 
 @gl.jit
-def tile_step(mm):
+def unit_step(mm):
     """Number of computing CTAs."""
     return gl.num_programs(0) - mm.COMM_SMS
+
+
+@gl.jit
+def units(mm):
+    """Units of the whole grid."""
+    return (mm.whole + (mm.tiles - mm.whole) * mm.split) if mm.SHARED else mm.tiles
+
+
+@gl.jit
+def unit(mm, u):
+    """Unit u: its tile, which share of it, of how many."""
+    if mm.SHARED:
+        beyond = gl.maximum(u - mm.whole, 0)
+        alone = u < mm.whole
+        tile = gl.where(alone, u, mm.whole + beyond // mm.split)
+        return tile, gl.where(alone, 0, beyond % mm.split), gl.where(alone, 1, mm.split)
+    else:
+        return u, 0, 1
 
 
 @gl.jit
@@ -93,9 +150,21 @@ def grouped_order(t, rows, cols, GROUP: gl.constexpr):
 
 
 @gl.jit
-def nothing_before_load(work, owner, row):
+def nothing_before_load(work, owner, row, epoch):
     """BEFORE_LOAD of a kernel whose operands are all local."""
     pass
+
+
+@gl.jit
+def nobody_to_meet(work, owner, epoch):
+    """MEET of an epilogue that waits for nobody."""
+    return epoch == epoch
+
+
+@gl.jit
+def nothing_more(work, n, owner, row, col, epoch, met):
+    """LOAD_MORE of an epilogue that takes nothing in; returns the next use of the ring."""
+    return n
 
 
 @gl.jit
@@ -105,14 +174,17 @@ def no_communicator(work):
 
 
 @gl.jit
-def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr):
-    """Loader: for each tile, all K steps of A and B through the ring."""
+def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.constexpr, LOAD_MORE: gl.constexpr):
+    """Loader: for each tile, all K steps of A and B through the ring, then what its epilogue takes in."""
     mm = work.matmul
-    n = 0
-    for t in range(first_tile(mm), mm.tiles, tile_step(mm)):
+    epoch = this_epoch(mm)
+    met = epoch == epoch
+    n, previous = 0, -1
+    for u in range(first_unit(mm), units(mm), unit_step(mm)):
+        t, share, shares = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
-        BEFORE_LOAD(work, owner, row)
-        for step in range(0, mm.k_steps):
+        BEFORE_LOAD(work, owner, row, epoch)
+        for step in range(share * mm.k_steps // shares, (share + 1) * mm.k_steps // shares):
             k = step * mm.BK
             mm.ring.producer_wait(n)
             bar = mm.ring.ready_at(n)
@@ -128,13 +200,34 @@ def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr):
             else:
                 gl.tma_load(mm.b_desc, [k, col], bar, b_buf)
             n += 1
+        if owner != previous:
+            met = MEET(work, owner, epoch)
+            previous = owner
+        for j in range(share, mm.BN // mm.WIDTH, shares):
+            n = LOAD_MORE(work, n, owner, row, col + j * mm.WIDTH, epoch, met)
 
 
 @gl.jit
-def multiply_tile(mm, n, LAYOUT: gl.constexpr):
-    """The accumulator of one tile, from ring use n on. One wgmma stays in flight while the next step's operands arrive."""
+def part_buf(mm, n, like):
+    """The operand buffer of ring use n as a part: what LOAD_MORE fills. `like` is the descriptor that loads it."""
+    return gl.reinterpret(mm.a_bufs.index(mm.ring.slot(n)), like.dtype, like.block_shape, like.layout)
+
+
+@gl.jit
+def take_part(mm, part, n, like, LAYOUT: gl.constexpr):
+    """EPILOGUE's end of LOAD_MORE: `part` plus the part of ring use n, in float32."""
+    mm.ring.consumer_wait(n)
+    part += part_buf(mm, n, like).reshape([mm.BM, mm.WIDTH]).load(LAYOUT).to(gl.float32)
+    gl.fence_async_shared()
+    mm.ring.release(n)
+    return part
+
+
+@gl.jit
+def multiply_tile(mm, n, steps, LAYOUT: gl.constexpr):
+    """The accumulator of `steps` K steps, from ring use n on. One wgmma stays in flight while the next operands arrive."""
     acc = gl.zeros([mm.BM, mm.BN], gl.float32, LAYOUT)
-    for step in range(0, mm.k_steps):
+    for step in range(0, steps):
         mm.ring.consumer_wait(n)
         a = mm.a_bufs.index(mm.ring.slot(n))
         b = mm.b_bufs.index(mm.ring.slot(n))
@@ -147,44 +240,117 @@ def multiply_tile(mm, n, LAYOUT: gl.constexpr):
         mm.ring.release(n - 1, pred=step > 0)
         n += 1
     acc = gl.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    mm.ring.release(n - 1)
+    mm.ring.release(n - 1, pred=steps > 0)
     return acc
 
 
 @gl.jit
+def scratch_at(mm, cta, j, LAYOUT: gl.constexpr):
+    """Pointers to part j of a CTA's accumulator in scratch."""
+    rows = gl.arange(0, mm.BM, gl.SliceLayout(1, LAYOUT))
+    cols = gl.arange(0, mm.WIDTH, gl.SliceLayout(0, LAYOUT))
+    part = cta * (mm.BN // mm.WIDTH) + j
+    return mm.scratch + part.to(gl.int64) * (mm.BM * mm.WIDTH) + rows[:, None] * mm.WIDTH + cols[None, :]
+
+
+@gl.jit
+def give_shares(mm, parts, share, epoch, LAYOUT: gl.constexpr):
+    """Leave the parts that others finish in scratch, and say so."""
+    for j in gl.static_range(mm.BN // mm.WIDTH):
+        if j % mm.split != share:
+            gl.store(scratch_at(mm, first_unit(mm), j, LAYOUT), parts[j])
+    gl.barrier()
+    gl.signal(mm.flags, mm.flags.rank, FIRST_SHARE + first_unit(mm), epoch)
+
+
+@gl.jit
+def take_shares(mm, part, j, share, epoch, LAYOUT: gl.constexpr):
+    """`part` plus the others' shares of it, in an order that depends on no timing; NaN if one does not come."""
+    for i in range(1, mm.split):
+        cta = first_unit(mm) - share + (share + i) % mm.split
+        met = gl.wait(mm.flags, FIRST_SHARE + cta, epoch)
+        part += gl.load(scratch_at(mm, cta, j, LAYOUT))
+        part += gl.where(met, 0.0, float("nan"))
+    return part
+
+
+@gl.jit
 def multiply_role(work, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Multiplier: accumulate a tile, hand it to the op."""
+    """Multiplier: accumulate a tile, pass its parts through the op's epilogue to the storer."""
     mm = work.matmul
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, mm.BN, 16]
-    )
-    done = 0
-    for t in range(first_tile(mm), mm.tiles, tile_step(mm)):
+    epoch = this_epoch(mm)
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.BN, 16])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, 16])
+    n, done = 0, 0
+    for u in range(first_unit(mm), units(mm), unit_step(mm)):
+        t, share, shares = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
-        acc = multiply_tile(mm, done * mm.k_steps, LAYOUT)
-        EPILOGUE(work, acc, done, owner, row, col, LAYOUT)
-        done += 1
+        steps = (share + 1) * mm.k_steps // shares - share * mm.k_steps // shares
+        parts = gl.columns(multiply_tile(mm, n, steps, LAYOUT), mm.WIDTH)
+        n += steps
+        if mm.SHARED:
+            if shares > 1:
+                give_shares(mm, parts, share, epoch, PART)
+        for j in gl.static_range(mm.BN // mm.WIDTH):
+            if j % shares == share:
+                part = parts[j]
+                if mm.SHARED:
+                    if shares > 1:
+                        part = take_shares(mm, part, j, share, epoch, PART)
+                part, n = EPILOGUE(work, part, n, owner, row, col + j * mm.WIDTH, PART)
+                mm.result.producer_wait(done)
+                mm.c_bufs.index(mm.result.slot(done)).reshape([mm.BM, mm.WIDTH]).store(part.to(mm.c_bufs.dtype))
+                gl.fence_async_shared()
+                mm.result.publish(done)
+                done += 1
+
+
+@gl.jit
+def store_role(work, LOCATE: gl.constexpr, MEET: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr):
+    """Storer: carry the parts away; tell an owner once this CTA has no more tiles for it."""
+    mm = work.matmul
+    epoch = this_epoch(mm)
+    met = epoch == epoch
+    done, count, previous = 0, 0, -1
+    for u in range(first_unit(mm), units(mm), unit_step(mm)):
+        t, share, shares = unit(mm, u)
+        owner, a_row, row, col = LOCATE(work, t)
+        if owner != previous:
+            met = MEET(work, owner, epoch)
+            previous = owner
+        for j in range(share, mm.BN // mm.WIDTH, shares):
+            mm.result.consumer_wait(done)
+            if done == 0:  # early, as its round trip is long: the other roles have read the epoch by now
+                finish(mm, epoch)
+            STORE(work, owner, row, col + j * mm.WIDTH, mm.c_bufs.index(mm.result.slot(done)), epoch, met)
+            gl.store_read_wait(0)
+            mm.result.release(done)
+            done += 1
+            count += 1
+        after, next_share, next_shares = unit(mm, u + unit_step(mm))
+        next_owner, next_a_row, next_row, next_col = LOCATE(work, after)
+        if (next_owner != owner) | (after >= mm.tiles):
+            PUBLISH(work, owner, count, epoch)
+            count = 0
+    if done == 0:
+        finish(mm, epoch)
 
 
 @gl.jit
 def run_matmul(
-    work,
-    LOCATE: gl.constexpr,
-    BEFORE_LOAD: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-    STORE: gl.constexpr,
-    COMMUNICATE: gl.constexpr,
-):
-    """Run the roles. A worker warp's registers: 24 suffice to issue loads, a storer computes addresses as well."""
+    work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.constexpr, LOAD_MORE: gl.constexpr,
+    EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr, COMMUNICATE: gl.constexpr,
+):  # fmt: skip
+    """Run the roles. A worker warp's registers: 24 suffice to issue loads, 40 to compute addresses and wait as well."""
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
     else:
         gl.warp_specialize(
             [
                 (multiply_role, (work, LOCATE, EPILOGUE)),
-                (load_role, (work, LOCATE, BEFORE_LOAD)),
-                (STORE, (work, LOCATE)),
+                (load_role, (work, LOCATE, BEFORE_LOAD, MEET, LOAD_MORE)),
+                (store_role, (work, LOCATE, MEET, STORE, PUBLISH)),
             ],
             [1, 1],
-            [24, 40],
+            [40, 40],
         )

@@ -10,7 +10,7 @@ from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan
-from tileweave.planner.plan import GROUP_ROWS, WARPS
+from tileweave.planner.plan import GROUP_ROWS, PART_BYTES, part_buffers, tiles_of, warps, whole_tiles
 
 
 def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -27,7 +27,7 @@ class Prepared:
     """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
 
     slots: the kernel's arguments that say where parts travel to; in a world of one a box instead, for the result
-    stands in for them; tail: the kernel's arguments after the bias.
+    stands in for them; tail: the kernel's arguments after scratch; scratch: elements of it, for tiles that CTAs share.
     """
 
     shape: tuple[int, int]
@@ -39,6 +39,8 @@ class Prepared:
     slots: tuple | Box
     tail: tuple
     grid: int
+    warps: int
+    scratch: int
     variant: Variant = field(default_factory=Variant)
 
     def launch(self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -46,8 +48,9 @@ class Prepared:
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         slots = (self.slots.at(out), out, 0) if isinstance(self.slots, Box) else self.slots
         extra = out if bias is None else bias
-        args = (fabric.rank, self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, *self.tail)
-        fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
+        scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else out
+        args = (fabric.rank, self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, scratch, *self.tail)
+        fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=self.warps, variant=self.variant)
         return out
 
 
@@ -80,6 +83,9 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     channel = fabric.channel(
         NAME, 0 if call.deterministic else shard_bytes, world * shard_bytes if call.deterministic else 0
     )
+    tiles, sms = tiles_of(call.rows, call.n, world, plan.tile), usable_sms(fabric.sms, call)
+    whole = whole_tiles(tiles, sms, plan.split)
+    grid = min(sms, whole + (tiles - whole) * plan.split)
     tail: tuple[Any, ...] = (
         channel.flags,
         channel.flags.stride(0),
@@ -88,11 +94,15 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         call.rows,
         call.n,
         a_rows.shape[0] if a_t else a_rows.shape[1],
+        whole,
+        plan.split,
         world,
         bm,
         bn,
         bk,
         plan.stages,
+        part_buffers(plan, out.element_size()),
+        plan.split > 1,
         GROUP_ROWS,
         a_t,
         b_t,
@@ -100,17 +110,19 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         call.bias,
         call.op == "avg",
     )
-    tiles = -(-call.rows // bm) * -(-call.n // bn) * world
+    part = (bm, PART_BYTES // out.element_size())
     return Prepared(
         (call.rows, call.n),
         call.out_dtype,
         a.device,
         Box(a_rows, (bk, bm) if a_t else (bm, bk)),
         Box(b_rows, (bn, bk) if b_t else (bk, bn)),
-        Box(out, (bm, bn)),
-        parallel_slots(fabric, call, channel, (bm, bn)) if world > 1 else slots_box(out[None, None], (bm, bn)),
+        Box(out, part),
+        parallel_slots(fabric, call, channel, part) if world > 1 else slots_box(out[None, None], part),
         tail,
-        min(usable_sms(fabric.sms, call), tiles),
+        grid,
+        warps(plan.tile),
+        grid * bm * bn if plan.split > 1 else 0,
     )
 
 

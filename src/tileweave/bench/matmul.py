@@ -1,0 +1,130 @@
+"""The matmul core beside cuBLAS on one GPU. `python -m tileweave.bench.matmul`
+
+The core is matmul_reduce_scatter in a world of one, which is a plain matmul. Contenders are CUDA graphs of several calls
+each, interleaved; successive calls take other operands, so that together they exceed the L2 cache several times over:
+weights come from device memory, as they do in a model. Before timing, each result is checked against float32.
+
+    --sweep     time all tile configurations, not the planner's choice alone: what planner/tilings.json is made from
+    --only TEXT shapes whose name contains TEXT
+    --json FILE where to write the figures
+"""
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+
+import tileweave as tw
+from tileweave.bench.measure import machine
+from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
+from tileweave.planner import Plan, Problem, candidates, plan_for
+
+SQUARES = [("square", n, n, n) for n in (1024, 2048, 4096, 8192, 16384)]
+# N and K of a layer's matmuls: q, k and v in one, attention output, gate and up in one, down.
+LAYERS = {
+    "llama-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
+    "llama-70b": [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)],
+}
+TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+SHAPES = SQUARES + [(name, m, n, k) for name, layers in LAYERS.items() for n, k in layers for m in TOKENS]
+COLD_BYTES = 256 << 20  # of operands that a graph's calls go through: several times an L2 cache
+ROUND_MS = 1.0  # of work per contender and round, at least
+
+
+def operands(m: int, n: int, k: int, transposed: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Random operand pairs, enough for calls to find none of theirs in L2. `transposed`: b is a Linear's weight.t()."""
+    copies = max(1, min(64, math.ceil(COLD_BYTES / (2 * k * (m + n)))))
+    pairs = []
+    for _ in range(copies):
+        a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        b = torch.randn((n, k) if transposed else (k, n), device="cuda", dtype=torch.bfloat16)
+        pairs.append((a, b.t() if transposed else b))
+    return pairs
+
+
+def captured(call: Callable, pairs: list, calls: int) -> Callable[[], None]:
+    """`calls` calls on the operand pairs in turn, as one replay of a CUDA graph."""
+    call(*pairs[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(*pairs[i % len(pairs)])
+    return graph.replay
+
+
+def timed(replays: dict[str, Callable[[], None]], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds of a call: median, lowest and highest over the rounds, each of which replays every contender once."""
+    times: dict[str, list[float]] = {name: [] for name in replays}
+    for replay in replays.values():
+        replay()
+    for _ in range(rounds):
+        for name, replay in replays.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times[name].append(1e3 * start.elapsed_time(end) / calls)
+    return {name: [statistics.median(each), min(each), max(each)] for name, each in times.items()}
+
+
+def key(plan: Plan) -> str:
+    """A plan's name in the figures."""
+    return f"{plan.tile[0]}x{plan.tile[1]}/{plan.stages}/{plan.split}"
+
+
+def measure(name: str, m: int, n: int, k: int, transposed: bool, plans: Iterable[Plan], rounds: int) -> dict:
+    """One row: the plans' and cuBLAS's times for one shape."""
+    pairs = operands(m, n, k, transposed)
+    product = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    a, b = pairs[0]
+    truth = torch.empty(m, n, device="cuda")
+    for rows in range(0, m, 2048):
+        truth[rows : rows + 2048] = a[rows : rows + 2048].float() @ b.float()
+    runs: dict[str, Callable] = {"cublas": lambda a, b: torch.mm(a, b, out=product)}
+    for plan in plans:
+        runs[key(plan)] = lambda a, b, plan=plan: tw.matmul_reduce_scatter(a, b, plan=plan)
+    for contender, run in runs.items():
+        error = relative_error(run(a, b), truth)
+        assert error <= tolerance(torch.bfloat16, 1, False), (contender, m, n, k, error)
+    del truth
+    estimate = 2e-3 * m * n * k / 600e9 + 2 * k * n / 4e12 * 1e3  # milliseconds, roughly
+    calls = max(1, min(64, math.ceil(ROUND_MS / estimate)), len(pairs) if estimate < 0.5 else 1)
+    us = timed({contender: captured(run, pairs, calls) for contender, run in runs.items()}, calls, rounds)
+    tw.check()
+    return {"shape": name, "m": m, "n": n, "k": k, "b": "N x K" if transposed else "K x N", "us": us}
+
+
+def main() -> None:
+    """Measure all shapes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--orders", default="NK,KN", help="which orders of b in memory")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows: list[dict] = []
+    for shape in SHAPES:
+        if options.only not in "{} {}x{}x{}".format(*shape):
+            continue
+        problem = Problem(*shape[1:], world=1, message_bytes=2, sms=132)
+        plans = candidates(problem) if options.sweep else [plan_for(problem)]
+        for order in options.orders.split(","):
+            row = measure(*shape, order == "NK", plans, options.rounds)
+            rows.append(row)
+            cublas = row["us"]["cublas"][0]
+            ratios = sorted(((cublas / us[0], name) for name, us in row["us"].items() if name != "cublas"), reverse=True)
+            told = "  ".join(f"{name} {ratio:.3f}" for ratio, name in ratios[:4])
+            print("{} {} x {} x {}".format(*shape), f"b {row['b']}: cublas {cublas:.1f} us; speed over it: {told}", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
