@@ -25,7 +25,7 @@ from tileweave.emulator.async_words import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from tileweave.emulator.flag_words import ABORT, HEADER_WORDS, RECORD, Flags, barrier_all, signal, signal_all, wait
+from tileweave.emulator.flag_words import ABORT, HEADER_WORDS, RECORD, Flags, barrier_all, signal, signal_all, wait, wait_all
 from tileweave.emulator.memory_words import (
     all_reduce,
     atomic_add,
@@ -58,6 +58,7 @@ from tileweave.emulator.tile_words import (
     static_assert,
     static_range,
     sum,
+    to_tensor,
     where,
     zeros,
 )
@@ -86,6 +87,6 @@ __all__ = [
     "mbarrier_expect", "mbarrier_init", "mbarrier_invalidate", "mbarrier_wait", "min", "minimum", "multimem_add",
     "multimem_load_reduce", "multimem_store", "num_programs", "num_warps", "program_id", "reduce", "reinterpret",
     "shared_memory_descriptor", "signal", "signal_all", "static_assert", "static_range", "store", "store_add_async",
-    "store_async", "store_read_wait", "store_wait", "sum", "tensor", "tensor_descriptor", "tma_load", "tma_store",
-    "wait", "warp_specialize", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "where", "zeros",
+    "store_async", "store_read_wait", "store_wait", "sum", "tensor", "tensor_descriptor", "tma_load", "tma_store", "to_tensor",
+    "wait", "wait_all", "warp_specialize", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "where", "zeros",
 ]  # fmt: skip

@@ -45,6 +45,7 @@ from triton.experimental.gluon.language import (
     store,
     sum,
     tensor,
+    to_tensor,
     where,
     zeros,
 )
@@ -272,28 +273,34 @@ def signal_all(flags, index, value):
 
 
 @_builtin
-def _spin(flag, abort, expected, timeout_ns, _semantic=None):
-    """Every thread polls with acquire loads until the flag is reached, the group aborted or time is up."""
+def _spin(flag, needed, abort, expected, timeout_ns, _semantic=None):
+    """Every thread polls its flag, if it is needed, with acquire loads until it is reached, the group aborted or time is
+    up. 1 where the flag was reached in time, or not needed, and the group has not aborted."""
     text = """{
-        .reg .pred p; .reg .b32 v; .reg .b64 t0, t1;
+        .reg .pred p; .reg .b32 v, a; .reg .b64 t0, t1;
+        mov.u32 $0, 1;
+        setp.eq.s32 p, $2, 0;
+        @p bra DONE;
         mov.u64 t0, %globaltimer;
         AGAIN:
+        ld.relaxed.sys.global.b32 a, [$3];
         ld.acquire.sys.global.b32 v, [$1];
-        sub.s32 v, v, $3;
+        setp.eq.s32 p, a, 0;
+        selp.u32 $0, 1, 0, p;
+        @!p bra DONE;
+        sub.s32 v, v, $4;
         setp.ge.s32 p, v, 0;
         @p bra DONE;
-        ld.relaxed.sys.global.b32 v, [$2];
-        setp.ne.s32 p, v, 0;
-        @p bra DONE;
+        mov.u32 $0, 0;
         mov.u64 t1, %globaltimer;
         sub.u64 t1, t1, t0;
-        setp.lt.u64 p, t1, $4;
+        setp.lt.u64 p, t1, $5;
         @p bra AGAIN;
         DONE:
         }"""
-    handles = [_semantic.to_tensor(x).handle for x in (flag, abort, expected, timeout_ns)]
-    _semantic.builder.create_inline_asm(
-        text + " mov.u32 $0, 0;", "=r,l,l,r,l", handles, [int32.to_ir(_semantic.builder)], False, 1
+    args = [flag, needed, abort, expected, timeout_ns]
+    return _gl.inline_asm_elementwise(
+        text, "=&r,l,r,l,r,l", args, dtype=int32, is_pure=False, pack=1, _semantic=_semantic
     )
 
 
@@ -316,31 +323,54 @@ def _tell_host(block):
 
 
 @jit
-def wait(flags, index, expected):
-    """Wait until flag `index` of this rank has reached `expected`: an acquire at system scope by the whole partition.
+def _give_up(flags, first, count, expected, skip):
+    """Record in every rank's block which flag does not come, unless another one has been recorded; abort all ranks."""
+    missing, value = first, expected
+    for i in range(count):
+        seen = atomic_add(_word(flags, flags.rank, HEADER_WORDS + first + i), 0, sem="relaxed", scope="sys")
+        if (first + i != skip) & (seen - expected < 0):
+            missing, value = first + i, seen
+    for peer in range(flags.world):
+        block = _word(flags, flags.rank * 0 + peer, 0)
+        if atomic_cas(block + RECORD, 0, 1, sem="relaxed", scope="sys") == 0:
+            atomic_xchg(block + RECORD + 1, missing, sem="relaxed", scope="sys")
+            atomic_xchg(block + RECORD + 2, expected, sem="relaxed", scope="sys")
+            atomic_xchg(block + RECORD + 3, value, sem="relaxed", scope="sys")
+            atomic_xchg(block + RECORD + 4, flags.rank, sem="relaxed", scope="sys")
+        atomic_xchg(block + ABORT, 1, sem="release", scope="sys")
+    _tell_host(_word(flags, flags.rank, 0))
 
-    Returns whether it has. When `flags.timeout_us` pass first, the first waiter records (index, expected, seen, rank)
+
+@jit
+def wait_all(flags, first, count, expected, skip=-1):
+    """Wait until `count` flags of this rank, from index `first` on, have reached `expected`: an acquire at system scope by
+    the whole partition. Flag `skip` is not waited for. The threads poll a flag each, so this takes as long as one `wait`.
+
+    Returns whether they have. When `flags.timeout_us` pass first, the first waiter records (index, expected, seen, rank)
     in every rank's block and raises every rank's abort word; from then on every wait fails at once, also one whose flag
-    is there, and tells its host. A TMA access to memory that the flag covers needs `fence_proxy_async` after this.
+    is there, and tells its host. A TMA access to memory that a flag covers needs `fence_proxy_async` after this.
     """
-    flag = _word(flags, flags.rank, HEADER_WORDS + index)
-    _spin(flag, _word(flags, flags.rank, ABORT), expected, flags.timeout_us.to(int64) * 1000)
+    LANES: constexpr = 32 * num_warps()
+    lane = arange(0, LANES, BlockedLayout([1], [32], [num_warps()], [0]))
+    reached = flags.rank >= 0
+    for base in range(0, count, LANES):
+        i = base + lane
+        needed = (i < count) & (first + i != skip)
+        flag = _word(flags, flags.rank, HEADER_WORDS + first) + where(needed, i, 0)
+        abort = _word(flags, flags.rank, ABORT)
+        ok = _spin(flag, needed.to(int32), abort, expected, flags.timeout_us.to(int64) * 1000)
+        # One answer for all threads: control flow of a partition must not diverge.
+        reached = reached & (min(ok, 0) != 0)
     barrier()
-    # One thread's answers are told to all: control flow of a partition must not diverge.
-    aborted = atomic_add(_word(flags, flags.rank, ABORT), 0, sem="relaxed", scope="sys")
-    seen = atomic_add(flag, 0, sem="acquire", scope="sys")
-    reached = (seen - expected >= 0) & (aborted == 0)
     if not reached:
-        for peer in range(flags.world):
-            block = _word(flags, flags.rank * 0 + peer, 0)
-            if atomic_cas(block + RECORD, 0, 1, sem="relaxed", scope="sys") == 0:
-                atomic_xchg(block + RECORD + 1, index, sem="relaxed", scope="sys")
-                atomic_xchg(block + RECORD + 2, expected, sem="relaxed", scope="sys")
-                atomic_xchg(block + RECORD + 3, seen, sem="relaxed", scope="sys")
-                atomic_xchg(block + RECORD + 4, flags.rank, sem="relaxed", scope="sys")
-            atomic_xchg(block + ABORT, 1, sem="release", scope="sys")
-        _tell_host(_word(flags, flags.rank, 0))
+        _give_up(flags, first, count, expected, skip)
     return reached
+
+
+@jit
+def wait(flags, index, expected):
+    """`wait_all` for one flag."""
+    return wait_all(flags, index, 1, expected)
 
 
 @jit
@@ -352,10 +382,7 @@ def barrier_all(flags, index, epoch):
     barrier()
     for i in range(1, flags.world + 1):
         signal(flags, (flags.rank + i) % flags.world, index + flags.rank, epoch)
-    met = flags.rank >= 0
-    for peer in range(flags.world):
-        met = met & wait(flags, index + peer, epoch)
-    return met
+    return wait_all(flags, index, flags.world, epoch)
 
 
 # ---------------------------------------------------------------- sums over ranks

@@ -89,12 +89,15 @@ TILINGS = (
     Tiling((128, 256, 64), 4, 1.0),
     Tiling((256, 128, 64), 4, 0.99),
     Tiling((128, 128, 64), 6, 0.98),
-    Tiling((64, 256, 64), 5, 0.9),
-    Tiling((128, 64, 64), 8, 0.6),
-    Tiling((64, 128, 64), 8, 0.6),
-    Tiling((64, 64, 64), 10, 0.4),
+    Tiling((128, 128, 64), 4, 0.98),
+    Tiling((64, 256, 64), 5, 0.95),
+    Tiling((64, 256, 64), 4, 0.95),
+    Tiling((128, 64, 64), 8, 0.8),
+    Tiling((64, 128, 64), 8, 0.9),
+    Tiling((64, 64, 64), 10, 0.7),
+    Tiling((64, 64, 64), 8, 0.7),
 )
-SPLITS = (1, 2, 3, 4, 6, 8)
+SPLITS = (1, 2, 3, 4)
 
 
 PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
@@ -221,4 +224,4 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[Plan]:
             cost = waves * (math.ceil(problem.k / 64) * step + 1.0) + (4 if split > 1 else 0)
             found.append((cost, plan))
     best = min(cost for cost, _ in found)
-    return [plan for cost, plan in found if cost < 1.5 * best]
+    return [plan for cost, plan in found if cost < (2.0 if problem.m <= 256 else 1.35) * best]

@@ -5,16 +5,30 @@
 | ready[i] | producer: `publish`, or the bytes of TMA loads it expects there | consumer: `consumer_wait` | slot i is filled |
 | empty[i] | consumer: `release` | producer: `producer_wait` | slot i may be filled again |
 
-The n-th use of the ring is slot n % STAGES in round n // STAGES. A barrier completes one phase a round, so a wait names
-the parity of its round; the first round's `producer_wait` passes at once. Phase arithmetic lives here only.
+A role goes through the ring with a `Place` of its own: `at = ring.start()`, and `at = ring.next(at)` after each use. A
+barrier completes one phase a round, so a wait names the parity of its round; the first round's `producer_wait` passes at
+once. Slots and parities are counted along, as a division by STAGES at every step would cost a tile loop several percent.
 """
 
 from tileweave import lang as gl
 
 
 @gl.aggregate
+class Place:
+    """Where a role is in a ring: the slot of its next use, and the parity of the round."""
+
+    slot: gl.tensor
+    parity: gl.tensor
+
+    @gl.constexpr_function
+    def __init__(self, slot, parity):
+        self.slot = slot
+        self.parity = parity
+
+
+@gl.aggregate
 class Channel:
-    """STAGES slots; `n` is always the running number of the use, counted by each role for itself."""
+    """STAGES slots."""
 
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
@@ -27,34 +41,41 @@ class Channel:
         self.STAGES = gl.constexpr(STAGES)
 
     @gl.jit
-    def slot(self, n):
-        """The slot of use n."""
-        return n % self.STAGES
+    def start(self):
+        """The place of a role's first use."""
+        return Place(gl.to_tensor(0), gl.to_tensor(0))
 
     @gl.jit
-    def ready_at(self, n):
-        """The barrier that says slot `n` is filled, for TMA loads to complete on."""
-        return self.ready.index(n % self.STAGES)
+    def next(self, at):
+        """The place after `at`."""
+        slot = at.slot + 1
+        wraps = slot == self.STAGES
+        return Place(gl.where(wraps, 0, slot), at.parity ^ wraps.to(gl.int32))
 
     @gl.jit
-    def producer_wait(self, n):
+    def ready_at(self, at):
+        """The barrier that says a slot is filled, for TMA loads to complete on."""
+        return self.ready.index(at.slot)
+
+    @gl.jit
+    def producer_wait(self, at):
         """Wait until the consumer has released the slot's previous use."""
-        gl.mbarrier_wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+        gl.mbarrier_wait(self.empty.index(at.slot), at.parity ^ 1)
 
     @gl.jit
-    def publish(self, n):
+    def publish(self, at):
         """Say that the slot is filled by what this partition has written."""
-        gl.mbarrier_arrive(self.ready.index(n % self.STAGES), count=1)
+        gl.mbarrier_arrive(self.ready.index(at.slot), count=1)
 
     @gl.jit
-    def consumer_wait(self, n):
+    def consumer_wait(self, at):
         """Wait until the slot is filled."""
-        gl.mbarrier_wait(self.ready.index(n % self.STAGES), (n // self.STAGES) & 1)
+        gl.mbarrier_wait(self.ready.index(at.slot), at.parity)
 
     @gl.jit
-    def release(self, n, pred=True):
+    def release(self, at, pred=True):
         """Hand the slot back to the producer."""
-        gl.mbarrier_arrive(self.empty.index(n % self.STAGES), count=1, pred=pred)
+        gl.mbarrier_arrive(self.empty.index(at.slot), count=1, pred=pred)
 
 
 @gl.jit

@@ -130,14 +130,15 @@ def units(mm):
 
 @gl.jit
 def unit(mm, u):
-    """Unit u: its tile, which share of it, of how many."""
+    """Unit u: its tile, which share of it, of how many, its first K step and the one past its last."""
+    tile, share, shares, first, last = u, 0, 1, 0, mm.k_steps
     if mm.SHARED:
-        beyond = gl.maximum(u - mm.whole, 0)
-        alone = u < mm.whole
-        tile = gl.where(alone, u, mm.whole + beyond // mm.split)
-        return tile, gl.where(alone, 0, beyond % mm.split), gl.where(alone, 1, mm.split)
-    else:
-        return u, 0, 1
+        if u >= mm.whole:  # divisions, which only the last tile should pay for
+            beyond = u - mm.whole
+            tile, share, shares = mm.whole + beyond // mm.split, beyond % mm.split, mm.split
+            first = share * mm.k_steps // mm.split
+            last = (share + 1) * mm.k_steps // mm.split
+    return tile, share, shares, first, last
 
 
 @gl.jit
@@ -162,9 +163,9 @@ def nobody_to_meet(work, owner, epoch):
 
 
 @gl.jit
-def nothing_more(work, n, owner, row, col, epoch, met):
-    """LOAD_MORE of an epilogue that takes nothing in; returns the next use of the ring."""
-    return n
+def nothing_more(work, at, owner, row, col, epoch, met):
+    """LOAD_MORE of an epilogue that takes nothing in; returns the next place in the ring."""
+    return at
 
 
 @gl.jit
@@ -179,18 +180,18 @@ def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.co
     mm = work.matmul
     epoch = this_epoch(mm)
     met = epoch == epoch
-    n, previous = 0, -1
+    at, previous = mm.ring.start(), -1
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
-        t, share, shares = unit(mm, u)
+        t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
         BEFORE_LOAD(work, owner, row, epoch)
-        for step in range(share * mm.k_steps // shares, (share + 1) * mm.k_steps // shares):
+        for step in range(first, last):
             k = step * mm.BK
-            mm.ring.producer_wait(n)
-            bar = mm.ring.ready_at(n)
+            mm.ring.producer_wait(at)
+            bar = mm.ring.ready_at(at)
             gl.mbarrier_expect(bar, (mm.BM + mm.BN) * mm.BK * 2)
-            a_buf = mm.a_bufs.index(mm.ring.slot(n))
-            b_buf = mm.b_bufs.index(mm.ring.slot(n))
+            a_buf = mm.a_bufs.index(at.slot)
+            b_buf = mm.b_bufs.index(at.slot)
             if mm.A_T:
                 gl.tma_load(mm.a_desc, [k, a_row], bar, a_buf)
             else:
@@ -199,49 +200,52 @@ def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.co
                 gl.tma_load(mm.b_desc, [col, k], bar, b_buf)
             else:
                 gl.tma_load(mm.b_desc, [k, col], bar, b_buf)
-            n += 1
+            at = mm.ring.next(at)
         if owner != previous:
             met = MEET(work, owner, epoch)
             previous = owner
         for j in range(share, mm.BN // mm.WIDTH, shares):
-            n = LOAD_MORE(work, n, owner, row, col + j * mm.WIDTH, epoch, met)
+            at = LOAD_MORE(work, at, owner, row, col + j * mm.WIDTH, epoch, met)
 
 
 @gl.jit
-def part_buf(mm, n, like):
-    """The operand buffer of ring use n as a part: what LOAD_MORE fills. `like` is the descriptor that loads it."""
-    return gl.reinterpret(mm.a_bufs.index(mm.ring.slot(n)), like.dtype, like.block_shape, like.layout)
+def part_buf(mm, at, like):
+    """The operand buffer of a place in the ring as a part: what LOAD_MORE fills. `like` is the descriptor that loads it."""
+    return gl.reinterpret(mm.a_bufs.index(at.slot), like.dtype, like.block_shape, like.layout)
 
 
 @gl.jit
-def take_part(mm, part, n, like, LAYOUT: gl.constexpr):
-    """EPILOGUE's end of LOAD_MORE: `part` plus the part of ring use n, in float32."""
-    mm.ring.consumer_wait(n)
-    part += part_buf(mm, n, like).reshape([mm.BM, mm.WIDTH]).load(LAYOUT).to(gl.float32)
+def take_part(mm, part, at, like, LAYOUT: gl.constexpr):
+    """EPILOGUE's end of LOAD_MORE: `part` plus the part at a place in the ring, in float32."""
+    mm.ring.consumer_wait(at)
+    part += part_buf(mm, at, like).reshape([mm.BM, mm.WIDTH]).load(LAYOUT).to(gl.float32)
     gl.fence_async_shared()
-    mm.ring.release(n)
+    mm.ring.release(at)
     return part
 
 
 @gl.jit
-def multiply_tile(mm, n, steps, LAYOUT: gl.constexpr):
-    """The accumulator of `steps` K steps, from ring use n on. One wgmma stays in flight while the next operands arrive."""
+def multiply_tile(mm, at, steps, LAYOUT: gl.constexpr):
+    """The accumulator of `steps` K steps from `at` on, and the next place. One wgmma stays in flight while the next
+    operands arrive."""
     acc = gl.zeros([mm.BM, mm.BN], gl.float32, LAYOUT)
+    last = mm.ring.start()  # not `at`: Triton would take the two for one variable of the loop
     for step in range(0, steps):
-        mm.ring.consumer_wait(n)
-        a = mm.a_bufs.index(mm.ring.slot(n))
-        b = mm.b_bufs.index(mm.ring.slot(n))
+        mm.ring.consumer_wait(at)
+        a = mm.a_bufs.index(at.slot)
+        b = mm.b_bufs.index(at.slot)
         if mm.A_T:
             a = a.permute((1, 0))
         if mm.B_T:
             b = b.permute((1, 0))
         pending = gl.warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
         acc = gl.warpgroup_mma_wait(num_outstanding=1, deps=[pending])
-        mm.ring.release(n - 1, pred=step > 0)
-        n += 1
+        mm.ring.release(last, pred=step > 0)
+        last = at
+        at = mm.ring.next(at)
     acc = gl.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    mm.ring.release(n - 1, pred=steps > 0)
-    return acc
+    mm.ring.release(last, pred=steps > 0)
+    return acc, at
 
 
 @gl.jit
@@ -255,23 +259,23 @@ def scratch_at(mm, cta, j, LAYOUT: gl.constexpr):
 
 @gl.jit
 def give_shares(mm, parts, share, epoch, LAYOUT: gl.constexpr):
-    """Leave the parts that others finish in scratch, and say so."""
+    """Leave the parts that others finish in scratch, say so, and wait for theirs; False after a timeout."""
     for j in gl.static_range(mm.BN // mm.WIDTH):
         if j % mm.split != share:
             gl.store(scratch_at(mm, first_unit(mm), j, LAYOUT), parts[j])
     gl.barrier()
-    gl.signal(mm.flags, mm.flags.rank, FIRST_SHARE + first_unit(mm), epoch)
+    own = FIRST_SHARE + first_unit(mm)
+    gl.signal(mm.flags, mm.flags.rank, own, epoch)
+    return gl.wait_all(mm.flags, own - share, mm.split, epoch, skip=own)
 
 
 @gl.jit
-def take_shares(mm, part, j, share, epoch, LAYOUT: gl.constexpr):
-    """`part` plus the others' shares of it, in an order that depends on no timing; NaN if one does not come."""
+def take_shares(mm, part, j, share, met, LAYOUT: gl.constexpr):
+    """`part` plus the others' shares of it, in an order that depends on no timing; NaN unless all have come."""
     for i in range(1, mm.split):
         cta = first_unit(mm) - share + (share + i) % mm.split
-        met = gl.wait(mm.flags, FIRST_SHARE + cta, epoch)
         part += gl.load(scratch_at(mm, cta, j, LAYOUT))
-        part += gl.where(met, 0.0, float("nan"))
-    return part
+    return part + gl.where(met, 0.0, float("nan"))
 
 
 @gl.jit
@@ -281,28 +285,28 @@ def multiply_role(work, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr):
     epoch = this_epoch(mm)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.BN, 16])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, 16])
-    n, done = 0, 0
+    at, done = mm.ring.start(), mm.result.start()
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
-        t, share, shares = unit(mm, u)
+        t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
-        steps = (share + 1) * mm.k_steps // shares - share * mm.k_steps // shares
-        parts = gl.columns(multiply_tile(mm, n, steps, LAYOUT), mm.WIDTH)
-        n += steps
+        acc, at = multiply_tile(mm, at, last - first, LAYOUT)
+        parts = gl.columns(acc, mm.WIDTH)
+        met = epoch == epoch
         if mm.SHARED:
             if shares > 1:
-                give_shares(mm, parts, share, epoch, PART)
+                met = give_shares(mm, parts, share, epoch, PART)
         for j in gl.static_range(mm.BN // mm.WIDTH):
             if j % shares == share:
                 part = parts[j]
                 if mm.SHARED:
                     if shares > 1:
-                        part = take_shares(mm, part, j, share, epoch, PART)
-                part, n = EPILOGUE(work, part, n, owner, row, col + j * mm.WIDTH, PART)
+                        part = take_shares(mm, part, j, share, met, PART)
+                part, at = EPILOGUE(work, part, at, owner, row, col + j * mm.WIDTH, PART)
                 mm.result.producer_wait(done)
-                mm.c_bufs.index(mm.result.slot(done)).reshape([mm.BM, mm.WIDTH]).store(part.to(mm.c_bufs.dtype))
+                mm.c_bufs.index(done.slot).reshape([mm.BM, mm.WIDTH]).store(part.to(mm.c_bufs.dtype))
                 gl.fence_async_shared()
                 mm.result.publish(done)
-                done += 1
+                done = mm.result.next(done)
 
 
 @gl.jit
@@ -311,28 +315,30 @@ def store_role(work, LOCATE: gl.constexpr, MEET: gl.constexpr, STORE: gl.constex
     mm = work.matmul
     epoch = this_epoch(mm)
     met = epoch == epoch
-    done, count, previous = 0, 0, -1
+    done, count, previous = mm.result.start(), 0, -1
+    finished = epoch != epoch
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
-        t, share, shares = unit(mm, u)
+        t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
         if owner != previous:
             met = MEET(work, owner, epoch)
             previous = owner
         for j in range(share, mm.BN // mm.WIDTH, shares):
             mm.result.consumer_wait(done)
-            if done == 0:  # early, as its round trip is long: the other roles have read the epoch by now
+            if not finished:  # early, as its round trip is long: the other roles have read the epoch by now
                 finish(mm, epoch)
-            STORE(work, owner, row, col + j * mm.WIDTH, mm.c_bufs.index(mm.result.slot(done)), epoch, met)
+                finished = epoch == epoch
+            STORE(work, owner, row, col + j * mm.WIDTH, mm.c_bufs.index(done.slot), epoch, met)
             gl.store_read_wait(0)
             mm.result.release(done)
-            done += 1
+            done = mm.result.next(done)
             count += 1
-        after, next_share, next_shares = unit(mm, u + unit_step(mm))
+        after, next_share, next_shares, next_first, next_last = unit(mm, u + unit_step(mm))
         next_owner, next_a_row, next_row, next_col = LOCATE(work, after)
         if (next_owner != owner) | (after >= mm.tiles):
             PUBLISH(work, owner, count, epoch)
             count = 0
-    if done == 0:
+    if not finished:
         finish(mm, epoch)
 
 
@@ -352,5 +358,5 @@ def run_matmul(
                 (store_role, (work, LOCATE, MEET, STORE, PUBLISH)),
             ],
             [1, 1],
-            [40, 40],
+            [48, 48],
         )

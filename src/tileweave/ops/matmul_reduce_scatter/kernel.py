@@ -91,14 +91,13 @@ def meet(work, owner, epoch):
     """Before own tiles are finished: every peer has sent all its parts of them; False after a timeout."""
     met = work.flags.rank >= 0
     if owner == work.flags.rank:
-        for i in range(1, work.flags.world):
-            met = met & gl.wait(work.flags, (work.flags.rank + i) % work.flags.world, epoch)
+        met = gl.wait_all(work.flags, 0, work.flags.world, epoch, skip=owner)
         gl.fence_proxy_async()
     return met
 
 
 @gl.jit
-def load_more(work, n, owner, row, col, epoch, met):
+def load_more(work, at, owner, row, col, epoch, met):
     """Loader: behind the K steps of an own tile, what the peers have sent for a part of it."""
     mm, flags = work.matmul, work.flags
     if owner == flags.rank:
@@ -106,28 +105,28 @@ def load_more(work, n, owner, row, col, epoch, met):
             place = epoch & 1
             if work.DETERMINISTIC:
                 place = place * flags.world + (flags.rank + 1 + i) % flags.world
-            mm.ring.producer_wait(n)
-            bar = mm.ring.ready_at(n)
+            mm.ring.producer_wait(at)
+            bar = mm.ring.ready_at(at)
             gl.mbarrier_expect(bar, mm.BM * mm.WIDTH * (work.out.dtype.primitive_bitwidth // 8))
             where = [place, gl.where(met, row, work.rows), col]
-            gl.load_async(work.slots, flags.rank, where, part_buf(mm, n, work.slots), bar)
-            n += 1
-    return n
+            gl.load_async(work.slots, flags.rank, where, part_buf(mm, at, work.slots), bar)
+            at = mm.ring.next(at)
+    return at
 
 
 @gl.jit
-def epilogue(work, part, n, owner, row, col, LAYOUT: gl.constexpr):
+def epilogue(work, part, at, owner, row, col, LAYOUT: gl.constexpr):
     """Multiplier: a part of an own tile takes in what the peers have sent, and the bias."""
     if work.AVERAGE:  # before parts are sent and summed: a mean that the type can hold does not overflow on the way
         part = part * (1.0 / work.flags.world)
     if owner == work.flags.rank:
         for i in range(partials(work)):
-            part = take_part(work.matmul, part, n, work.slots, LAYOUT)
-            n += 1
+            part = take_part(work.matmul, part, at, work.slots, LAYOUT)
+            at = work.matmul.ring.next(at)
         if work.HAS_BIAS:
             cols = col + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
             part += gl.load(work.bias + cols, mask=cols < work.n, other=0.0).to(gl.float32)[None, :]
-    return part, n
+    return part, at
 
 
 @gl.jit
