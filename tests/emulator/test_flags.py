@@ -82,6 +82,29 @@ def test_signal_all_reaches_every_rank_and_checks_its_index():
         world.run(lambda r: world.launch(k.signals_all, (1,), r, 4, flags, HEADER + 8, 6))
 
 
+def waits_for_all(W, seed, expected=1, abort=0):
+    data, out, flags = torch.zeros(W, dtype=torch.int32), torch.full((W,), -1, dtype=torch.int32), flags_of(W)
+    flags[:, 0] = abort
+    world = World(W, seed)
+    world.run(lambda r: world.launch(k.waits_for_all, (1,), r, W, data, out, flags, HEADER + 8, expected))
+    return out
+
+
+@pytest.mark.parametrize("W", [1, 2, 3, 5])
+def test_wait_all_acquires_what_every_rank_has_published(W):
+    for seed in SEEDS:
+        assert (waits_for_all(W, seed) == W * (W + 1) // 2).all()
+    assert (waits_for_all(W, 0, abort=1) == 0).all()
+
+
+def test_wait_all_for_too_little_is_a_race_and_for_too_much_a_deadlock():
+    with pytest.raises(RaceError):
+        for seed in SEEDS:
+            waits_for_all(3, seed, expected=0)
+    with pytest.raises(DeadlockError, match=r"flag 2 of rank \d to reach 2: it is"):
+        waits_for_all(3, 0, expected=2)
+
+
 def test_an_abort_makes_waits_return_false():
     for seed in SEEDS:
         out, flags = torch.full((1,), -1, dtype=torch.int32), flags_of(2)

@@ -55,7 +55,7 @@ def signal(flags, rank, index, value):
 
 
 def signal_all(flags, index, value):
-    """`signal` to every rank, this one included, the next rank first."""
+    """`signal` to every rank, this one included."""
     for i in range(1, flags.world + 1):
         signal(flags, (flags.rank + i) % flags.world, index, value)
 

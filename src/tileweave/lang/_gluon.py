@@ -267,9 +267,13 @@ def signal(flags, rank, index, value):
 
 @jit
 def signal_all(flags, index, value):
-    """`signal` to every rank, this one included, the next rank first."""
-    for i in range(1, flags.world + 1):
-        signal(flags, (flags.rank + i) % flags.world, index, value)
+    """`signal` to every rank, this one included. A thread has a rank, so this takes as long as one `signal`."""
+    LANES: constexpr = 32 * num_warps()
+    lane = arange(0, LANES, BlockedLayout([1], [32], [num_warps()], [0]))
+    for base in range(0, flags.world, LANES):
+        i = base + lane
+        words = _word(flags, (flags.rank + 1 + i) % flags.world, HEADER_WORDS + index)
+        atomic_xchg(words, lane * 0 + value, mask=i < flags.world, sem="release", scope="sys")
 
 
 @_builtin

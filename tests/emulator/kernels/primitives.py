@@ -36,6 +36,21 @@ def signals_all(rank, W: gl.constexpr, flags_ptr, stride, INDEX: gl.constexpr):
 
 
 @gl.jit
+def waits_for_all(rank, W: gl.constexpr, data, out, flags_ptr, stride, EXPECTED: gl.constexpr):
+    """Every rank writes its word and signals all; out: whether all have come, and the sum of all words."""
+    flags = gl.Flags(flags_ptr, stride, rank, W, 1000)
+    gl.store(data + rank, rank + 1)
+    gl.barrier()
+    gl.signal_all(flags, 2 + rank, 1)
+    met = gl.wait_all(flags, 2, W, EXPECTED)
+    total = 0
+    if met:
+        for peer in range(W):
+            total += gl.load(data + peer)
+    gl.store(out + rank, total)
+
+
+@gl.jit
 def waits(rank, W: gl.constexpr, flags_ptr, stride, INDEX: gl.constexpr, expected, out):
     flags = gl.Flags(flags_ptr, stride, rank, W, 1000)
     gl.store(out + rank, gl.wait(flags, INDEX, expected).to(gl.int32))
