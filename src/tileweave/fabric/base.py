@@ -173,6 +173,22 @@ class Fabric(ABC):
             )
         return self._reduce_scatter(x)
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows d * M / world on of each rank's `x` [M, ...] go to rank d: a new tensor [M, ...], sources in rank order.
+
+        All ranks' `x` are of one shape and dtype, and M is a multiple of the world size. `x` is left as it is; the
+        result is contiguous, on this rank's current stream. Collective.
+        """
+        whole = self.all_gather(x.unsqueeze(0)).unflatten(1, (self.world_size, -1))
+        return whole[:, self.rank].flatten(0, 1).contiguous()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks of `x`, of one shape and dtype: a new tensor of both, on this rank's current stream.
+
+        `x` is left as it is. Collective.
+        """
+        return self.all_gather(x.unsqueeze(0)).sum(0, dtype=x.dtype)
+
     def check_grid(self, kernel: Any, grid: int) -> None:
         """Raise ValueError unless all CTAs of a grid of this size can be resident at once."""
         if not 1 <= grid <= self.sms:

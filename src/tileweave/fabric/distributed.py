@@ -82,5 +82,21 @@ class DistributedFabric(Fabric):
             ALL_GATHER(out, x.contiguous(), group=self.group)
         return out
 
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """The group's all-to-all."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self.group is None:
+            return out.copy_(x)
+        if out.numel():
+            dist.all_to_all_single(out, x.contiguous(), group=self.group)
+        return out
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The group's all-reduce."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        if self.group is not None and out.numel():
+            dist.all_reduce(out, group=self.group)
+        return out
+
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(f"{what}: no fused kernels here: {self.refusal()}")

@@ -79,4 +79,4 @@ class EmulatedFabric(WorldFabric):
 def reduce_rows(parts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
     """Sum of all ranks' tensors, of which only `rank`'s share of the rows; rounded once."""
     rows = torch.stack([part.chunk(len(parts))[rank] if part.shape[0] else part for part in parts])
-    return rows.sum(0)
+    return rows.sum(0, dtype=rows.dtype)

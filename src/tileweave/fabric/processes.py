@@ -120,7 +120,7 @@ class ProcessFabric(DistributedFabric):
         self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
             sharing = max(Counter(fact.gpu for fact in facts).values())
-            self.sms = sms_per_rank(sharing, device, None)
+            self.sms = min(self._gather(sms_per_rank(sharing, device, None)))  # CTAs of different ranks may be paired
             self._why = self._try_memory()
         self.backend = "fallback" if self._why else "processes"
         self._finalizer = weakref.finalize(group, _close, self._ops, self._captured, device)
