@@ -2,6 +2,7 @@
 
 from tileweave.explain import explain
 from tileweave.fabric import FabricTimeout, check, memory_report, virtual_world
+from tileweave.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
@@ -12,9 +13,13 @@ __all__ = [
     "Plan",
     "Route",
     "__version__",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "check",
     "explain",
     "matmul_reduce_scatter",
     "memory_report",
+    "reduce_scatter",
     "virtual_world",
 ]

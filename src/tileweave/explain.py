@@ -1,12 +1,15 @@
 """`explain`: what a call would do, without doing it."""
 
+from collections.abc import Callable
+
+from tileweave.ops import collectives as _collectives
 from tileweave.ops import matmul_reduce_scatter as _matmul_reduce_scatter
 from tileweave.ops.route import Route
 
-ROUTES = {"matmul_reduce_scatter": _matmul_reduce_scatter.route}
+ROUTES: dict[str, Callable[..., Route]] = {"matmul_reduce_scatter": _matmul_reduce_scatter.route, **_collectives.ROUTES}
 
 
-def explain(op: str, *args, **kwargs) -> Route:
+def explain(op: str, /, *args, **kwargs) -> Route:
     """The path that `op` would take with these arguments: backend, fused or not, reason, plan, predicted time.
 
     Takes the arguments of the op itself, launches nothing, and raises what the op would raise.

@@ -1,0 +1,233 @@
+"""The collectives, timed. On virtual ranks of one GPU, or, under torchrun, one process per GPU beside NCCL:
+
+    python -m tileweave.bench.collectives
+    python -m torch.distributed.run --nproc-per-node 2 -m tileweave.bench.collectives
+
+Contenders, interleaved, medians over rounds:
+
+    tileweave  the collective
+    copy       as many bytes as a rank's result has, copied within its GPU: nothing crosses a link
+    nccl       torch.distributed's collective on the same tensors, with the reshaping copies that another dimension than
+               the first costs it (one process per GPU only)
+
+All as replays of a CUDA graph of CALLS calls in a row, so host time does not count; the slowest process counts. On
+virtual ranks W ranks share one GPU and its memory, each with 1/W of the SMs, so no link is measured: it tells what the
+kernel itself costs. Every contender is checked first. GB/s: the bytes that a rank takes from its peers over the time.
+"""
+
+import argparse
+import json
+import os
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tileweave as tw
+from tileweave.bench.measure import interleaved, machine
+from tileweave.fabric import virtual_world
+from tileweave.ops.collectives import reference
+
+CALLS = 4
+SIZES = [1 << k for k in (13, 16, 18, 20, 22, 24, 26, 28)]  # bytes of the larger of x and result
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("all_gather", dict(dim=0)),
+    ("all_gather", dict(dim=1)),
+    ("reduce_scatter", dict(dim=0)),
+    ("reduce_scatter", dict(dim=1)),
+    ("all_reduce", {}),
+    ("all_to_all", dict(split_dim=0, concat_dim=0)),
+    ("all_to_all", dict(split_dim=1, concat_dim=0)),
+]
+Run = Callable[[], Any]
+
+
+def shape_of(name: str, options: dict[str, Any], nbytes: int, world: int) -> tuple[int, int]:
+    """A bf16 matrix for x, with rows of up to 4096 elements, whose larger side of the call has about `nbytes`."""
+    elements = nbytes // 2 // (world if name == "all_gather" else 1)
+    columns = min(4096, max(elements // world, 8)) // (8 * world) * 8 * world or 8 * world
+    rows = max(elements // columns // world, 1) * world
+    return rows, columns
+
+
+def taken(name: str, x: torch.Tensor, world: int) -> float:
+    """Bytes that a rank must take from its peers."""
+    share = {"all_gather": world - 1, "all_reduce": 2 * (world - 1) / world}.get(name, (world - 1) / world)
+    return x.nbytes * share
+
+
+def nccl(name: str, options: dict[str, Any], x: torch.Tensor) -> Run:
+    """torch.distributed's collective on the same tensors, contiguous result."""
+    world = dist.get_world_size()
+
+    def all_gather() -> torch.Tensor:
+        out = x.new_empty(world * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(out, x)
+        return out if options["dim"] == 0 else torch.cat(out.chunk(world), options["dim"])
+
+    def reduce_scatter() -> torch.Tensor:
+        rows = x if options["dim"] == 0 else torch.cat(x.chunk(world, options["dim"]))
+        out = x.new_empty(rows.shape[0] // world, *rows.shape[1:])
+        dist.reduce_scatter_tensor(out, rows)
+        return out
+
+    def all_reduce() -> torch.Tensor:
+        out = x.clone()
+        dist.all_reduce(out)
+        return out
+
+    def all_to_all() -> torch.Tensor:
+        rows = x if options["split_dim"] == 0 else torch.cat(x.chunk(world, options["split_dim"]))
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows)
+        return out  # concat_dim is 0
+
+    return {f.__name__: f for f in (all_gather, reduce_scatter, all_reduce, all_to_all)}[name]
+
+
+def check(name: str, out: torch.Tensor, true: torch.Tensor) -> None:
+    """RuntimeError unless a result is right, but for roundings."""
+    try:
+        torch.testing.assert_close(out.float(), true.float(), rtol=2**-6, atol=2**-5)
+    except AssertionError as failure:
+        raise RuntimeError(f"{name} is wrong: {failure}") from failure
+
+
+def graph_of(run: Run) -> Run:
+    """CALLS calls in a row, as the replay of a CUDA graph."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            run()
+    return graph.replay
+
+
+def row(name: str, options: dict[str, Any], x: torch.Tensor, world: int, us: dict[str, list[float]]) -> dict:
+    """A row of figures; us: median, lowest and highest microseconds of a call, by contender."""
+    gbs = {who: taken(name, x, world) / times[0] / 1e3 for who, times in us.items()}
+    return {"op": name, **options, "world": world, "shape": list(x.shape), "us": us, "gb_per_s": gbs}
+
+
+def measure_virtual(name: str, options: dict[str, Any], world_size: int, nbytes: int, rounds: int) -> dict:
+    """One row on virtual ranks: all of them at once, each on its stream."""
+    shape = shape_of(name, options, nbytes, world_size)
+    xs = [torch.randn(shape, device="cuda").bfloat16() for _ in range(world_size)]
+    truth = reference(name, xs, **options)
+    with virtual_world(world_size, "cuda", timeout=5.0) as world:
+
+        def rank_program(rank, group):
+            call = lambda: getattr(tw, name)(xs[rank], group, **options)  # noqa: E731
+            out = call()
+            source, target = torch.empty_like(out), torch.empty_like(out)
+            group.world.fabric(rank).rendezvous()
+            replays = {}
+            for who, run in (("tileweave", call), ("copy", lambda: target.copy_(source))):
+                run()
+                torch.cuda.synchronize()
+                group.world.fabric(rank).rendezvous()
+                graph = torch.cuda.CUDAGraph()
+                graph.capture_begin(capture_error_mode="thread_local")
+                for _ in range(CALLS):
+                    run()
+                graph.capture_end()
+                replays[who] = graph
+                group.world.fabric(rank).rendezvous()
+            return out, replays, torch.cuda.current_stream(), (source, target)
+
+        outs, replays, streams, _kept = zip(*world.run(rank_program), strict=True)
+        for out, true in zip(outs, truth, strict=True):
+            check(name, out, true)
+
+        def together(who: str) -> Callable[[], None]:
+            def run() -> None:
+                here = torch.cuda.current_stream()
+                start = here.record_event()
+                for stream, graphs in zip(streams, replays, strict=True):
+                    stream.wait_event(start)
+                    with torch.cuda.stream(stream):
+                        graphs[who].replay()
+                for stream in streams:
+                    here.wait_stream(stream)
+
+            return run
+
+        times = interleaved({who: together(who) for who in ("tileweave", "copy")}, rounds)
+        us = {who: [1e3 * t / CALLS for t in (time.median, time.low, time.high)] for who, time in times.items()}
+    return row(name, options, xs[0], world_size, us)
+
+
+def slowest(milliseconds: float) -> float:
+    """The largest of all ranks' values."""
+    value = torch.tensor(milliseconds, device="cuda")
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return value.item()
+
+
+def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: int) -> dict:
+    """One row between processes; the slowest rank's times."""
+    world = dist.get_world_size()
+    x = torch.randn(shape_of(name, options, nbytes, world), device="cuda").bfloat16()
+    runs: dict[str, Run] = {"tileweave": lambda: getattr(tw, name)(x, **options), "nccl": nccl(name, options, x)}
+    check(name, runs["tileweave"](), runs["nccl"]())
+    source = runs["tileweave"]().clone()
+    target = torch.empty_like(source)
+    runs["copy"] = lambda: target.copy_(source)
+    replays = {who: graph_of(run) for who, run in runs.items()}
+    times: dict[str, list[float]] = {who: [] for who in runs}
+    for _ in range(rounds):
+        for who, replay in replays.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            dist.barrier()
+            replay()  # pays for the skew of the ranks
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times[who].append(1e3 * slowest(start.elapsed_time(end) / CALLS))
+    tw.check()
+    us = {who: [statistics.median(values), min(values), max(values)] for who, values in times.items()}
+    return row(name, options, x, world, us)
+
+
+def main() -> None:
+    """Measure all cases."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="virtual ranks")
+    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, help="of the larger of x and result")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    options = parser.parse_args()
+    processes = "LOCAL_RANK" in os.environ
+    if processes:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    first = not processes or dist.get_rank() == 0
+    rows = []
+    for world in [dist.get_world_size()] if processes else options.ranks:
+        for name, kw in CASES:
+            for nbytes in options.bytes:
+                if processes:
+                    found = measure_processes(name, kw, nbytes, options.rounds)
+                else:
+                    found = measure_virtual(name, kw, world, nbytes, options.rounds)
+                rows.append(found)
+                if first:
+                    figures = "  ".join(
+                        f"{who} {found['us'][who][0]:.1f} us {found['gb_per_s'][who]:.0f} GB/s" for who in found["us"]
+                    )
+                    print(f"W={world} {name} {kw} {found['shape']}: {figures}", flush=True)
+    if options.json and first:
+        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    if processes:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The collectives as operators of PyTorch: schemas, implementations, shape functions, gradients.
+
+    tileweave::all_gather(Tensor x, str group_name, int dim) -> Tensor
+    tileweave::reduce_scatter(Tensor x, str group_name, int dim, str op, bool deterministic) -> Tensor
+    tileweave::all_reduce(Tensor x, str group_name, str op, bool deterministic) -> Tensor
+    tileweave::all_to_all(Tensor x, str group_name, int split_dim, int concat_dim) -> Tensor
+
+`group_name` is what `tileweave.fabric.group_name` says. A gradient is that of the sum of all ranks' losses, so a
+backward pass is a collective too, by the same operators, which can be differentiated again:
+
+| operator | its gradient |
+|---|---|
+| all_gather | reduce_scatter of the gradient along the same dimension, op="sum" |
+| reduce_scatter | all_gather of the gradient, divided by the world size if op="avg" |
+| all_reduce | all_reduce of the gradient with the same op |
+| all_to_all | all_to_all of the gradient with the dimensions exchanged |
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from tileweave.fabric import Fabric, group_size, named_fabric
+from tileweave.ops.collectives.check import Call, check, check_kinds
+from tileweave.ops.collectives.launch import CHANNEL, prepare, unfused
+from tileweave.ops.collectives.passes import choose
+from tileweave.ops.library import LIBRARY, TAGS
+
+OPTIONS = {
+    "all_gather": {"dim": "int"},
+    "reduce_scatter": {"dim": "int", "op": "str", "deterministic": "bool"},
+    "all_reduce": {"op": "str", "deterministic": "bool"},
+    "all_to_all": {"split_dim": "int", "concat_dim": "int"},
+}
+KINDS = 256  # kinds of calls that a channel remembers
+
+
+class Agreement(NamedTuple):
+    """What of a call all ranks must agree on."""
+
+    call: Call
+    fused: bool
+
+    def __str__(self) -> str:
+        return f"{self.call}{'' if self.fused else ', no fused kernel'}"
+
+
+def run(fabric: Fabric, name: str, x: torch.Tensor, *options: Any) -> torch.Tensor:
+    """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch.
+
+    `options` are those of the operator, in the order of its schema.
+    """
+    remembered = fabric.views(CHANNEL)
+    try:
+        kind = name, x.shape, x.dtype, x.device, options
+        known = remembered.get(kind) if remembered else None
+    except (AttributeError, TypeError):  # x is no tensor, or an option not what it should be: see check_kinds
+        known = None
+    if known is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        agreement, prepared = known
+        if fabric.compares:
+            fabric.agree(agreement)
+        return prepared.launch(fabric, x)
+    check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
+    call = check(name, fabric.world_size, x, *options)
+    route = choose(fabric, call, x.device)
+    agreement = Agreement(call, route.fused)
+    if fabric.compares:
+        fabric.agree(agreement)
+    if not route.fused:
+        return unfused(fabric, call, x)
+    prepared = prepare(fabric, call)
+    remembered = fabric.views(CHANNEL)
+    if remembered is not None:
+        if len(remembered) == KINDS:
+            remembered.clear()
+        remembered[kind] = agreement, prepared
+    return prepared.launch(fabric, x)
+
+
+def _register(name: str) -> Any:
+    """Define an operator with its implementation and shape function."""
+    options = ", ".join(f"{kind} {word}" for word, kind in OPTIONS[name].items())
+    LIBRARY.define(f"{name}(Tensor x, str group_name, {options}) -> Tensor", tags=TAGS)
+
+    @torch.library.impl(LIBRARY, name, "CompositeExplicitAutograd")
+    def implementation(x, group_name, *options):
+        return run(named_fabric(group_name, x.device), name, x, *options)
+
+    @torch.library.register_fake(f"tileweave::{name}", lib=LIBRARY)
+    def shape(x, group_name, *options):
+        return x.new_empty(check(name, group_size(group_name), x, *options).out_shape)
+
+    return getattr(torch.ops.tileweave, name).default
+
+
+OPERATORS = {name: _register(name) for name in OPTIONS}
+
+
+def _remember(ctx, inputs, output) -> None:
+    _, ctx.group_name, *ctx.options = inputs
+
+
+def _all_gather_backward(ctx, grad):
+    (dim,) = ctx.options
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return OPERATORS["reduce_scatter"](grad, ctx.group_name, dim, "sum", deterministic), None, None
+
+
+def _reduce_scatter_backward(ctx, grad):
+    dim, op, _ = ctx.options
+    if op == "avg":
+        grad = grad / group_size(ctx.group_name)
+    return OPERATORS["all_gather"](grad, ctx.group_name, dim), None, None, None, None
+
+
+def _all_reduce_backward(ctx, grad):
+    return OPERATORS["all_reduce"](grad, ctx.group_name, *ctx.options), None, None, None
+
+
+def _all_to_all_backward(ctx, grad):
+    split_dim, concat_dim = ctx.options
+    return OPERATORS["all_to_all"](grad, ctx.group_name, concat_dim, split_dim), None, None, None
+
+
+for _name, _backward in (
+    ("all_gather", _all_gather_backward),
+    ("reduce_scatter", _reduce_scatter_backward),
+    ("all_reduce", _all_reduce_backward),
+    ("all_to_all", _all_to_all_backward),
+):
+    torch.library.register_autograd(f"tileweave::{_name}", _backward, setup_context=_remember, lib=LIBRARY)
