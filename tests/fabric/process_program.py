@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tests.ops.collectives import inputs
 from tests.ops.problems import operands
 from tileweave.fabric import fabric_of
+from tileweave.ops.collectives import reference as collective
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 
 OP = "matmul_reduce_scatter"
@@ -57,6 +59,24 @@ def right(rank, world):
     a, b, _ = operands(1, world, 0, 8, 0, device="cuda")
     out = tw.matmul_reduce_scatter(a[0], b[0])
     assert out.shape == (1, 0)
+
+
+def collectives(rank, world):
+    """Each of them, on two dimensions, with changing sizes (the workspace grows), two calls in a row."""
+    for n in (1, 40, 4096, 333):
+        for seed in range(2):
+            xs = inputs(world, (2 * world, n * world), seed, device="cuda")
+            for name, options in (
+                *(("all_gather", dict(dim=dim)) for dim in (0, 1)),
+                *(("reduce_scatter", dict(dim=dim, op="avg")) for dim in (0, 1)),
+                *(("all_to_all", dict(split_dim=dim, concat_dim=1 - dim)) for dim in (0, 1)),
+                ("all_reduce", {}),
+            ):
+                assert tw.explain(name, xs[rank], **options).backend == "processes"
+                out = getattr(tw, name)(xs[rank], **options)
+                true = collective(name, xs, **options)[rank]
+                torch.testing.assert_close(out.float(), true.float(), rtol=2**-8, atol=1e-5)
+    tw.check()
 
 
 def subgroups(rank, world):

@@ -48,7 +48,7 @@ def run(situation, world, tmp_path, *, dies=(), stops=(), timeout=20.0):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("situation", ["right", "no_leaks", "graphs", "wrapping", "disagreeing"])
+@pytest.mark.parametrize("situation", ["right", "collectives", "no_leaks", "graphs", "wrapping", "disagreeing"])
 def test_processes(situation, world, tmp_path):
     run(situation, world, tmp_path)
 

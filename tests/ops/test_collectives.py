@@ -6,7 +6,8 @@ import torch
 import tileweave as tw
 from tests.ops.collectives import assert_right, inputs, run_calls
 from tileweave.fabric import MAX_RANKS
-from tileweave.ops.collectives import passes, reference
+from tileweave.fabric.base import HEADER_WORDS
+from tileweave.ops.collectives import launch, passes, reference
 
 ONE_SHOT, TWO_SHOTS = 1 << 40, 0
 
@@ -157,6 +158,19 @@ def test_results_do_not_depend_on_the_schedule(shots, monkeypatch):
                 [torch.cat(outs) for outs in run_calls(w, [(n, xs, {}) for n in ("reduce_scatter", "all_reduce")])]
             )
     assert all(torch.equal(x, y) for each in bits for x, y in zip(bits[0], each, strict=True))
+
+
+@pytest.mark.parametrize("start", [2**27 - 3, 2**31 - 3, -2])
+def test_epochs_and_flags_wrap(start):
+    """A flag is 16 times the epoch: it wraps at 2**27 calls already."""
+    calls = every_collective(3, 1)
+    with tw.virtual_world(3, device="cpu", sms=2) as w:
+        run_calls(w, calls)
+        shared = w.workspace.ops["collectives"]
+        shared.state[:, 0] = start
+        shared.flags[:, HEADER_WORDS:] = (start * launch.STEPS + 2**31) % 2**32 - 2**31
+        for outs, (name, xs, kw) in zip(run_calls(w, calls), calls, strict=True):
+            assert_right(name, outs, xs, **kw)
 
 
 def test_a_mean_that_fp16_can_hold_does_not_overflow_on_the_way():

@@ -176,7 +176,7 @@ def exchange(work, step, met):
 @gl.jit
 def add_source(work, total, source, mine, i, keep, L: gl.constexpr):
     """`total` plus the part of one source."""
-    value = gl.load(in_slot(work, source, mine, i, L), mask=keep).to(gl.float32)
+    value = gl.load(in_slot(work, source, mine, i, L), mask=keep, other=0.0).to(gl.float32)
     if work.AVERAGE:  # before the sum: a mean that the type can hold does not overflow on the way
         value = value * (1.0 / work.flags.world)
     return total + value
@@ -185,6 +185,7 @@ def add_source(work, total, source, mine, i, keep, L: gl.constexpr):
 @gl.jit
 def reduce(work, step, met):
     """Sum this CTA's share of the sources' parts, in rank order in float32, into the result."""
+    AT_ONCE: gl.constexpr = min(work.flags.world, 8)
     ROWS: gl.constexpr = work.TILE // min(at_once(work.flags.world), 4)
     L: gl.constexpr = unit_layout(work.VEC, gl.num_warps())
     flags = work.flags
@@ -194,12 +195,10 @@ def reduce(work, step, met):
         i = base + gl.arange(0, ROWS, gl.SliceLayout(1, L))
         keep = mask_of(work, i < end, L)
         total = gl.full([ROWS, work.VEC], gl.where(met, 0.0, INFINITY) * 0.0, gl.float32, L)  # NaN if not met
-        if flags.world <= 8:
-            for source in gl.static_range(flags.world):  # unrolled, so that the loads of all sources are in flight
-                total = add_source(work, total, 0 * flags.rank + source, mine, i, keep & met, L)
-        else:
-            for source in range(flags.world):
-                total = add_source(work, total, 0 * flags.rank + source, mine, i, keep & met, L)
+        for first in range(0, flags.world, AT_ONCE):
+            for j in gl.static_range(AT_ONCE):  # unrolled, so that the loads of these sources are in flight together
+                source = first + j
+                total = add_source(work, total, source, mine, i, keep & met & (source < flags.world), L)
         values = total.to(work.out.dtype.element_ty)
         gl.store(pointers(work, work.out, i.to(gl.int64), L), values, mask=keep)
 

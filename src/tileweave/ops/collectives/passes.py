@@ -22,7 +22,9 @@ MAX_UNITS = 2**31 - 2**24  # of a part: they are counted in 32 bits, and the las
 # bytes, which is what a link of 370 GB/s carries in the six microseconds of a launch. Always so for two ranks.
 ONE_SHOT_BYTES = 2 << 20
 WARPS = 16
-TILE = 2048  # units that a CTA moves at once: four 16-byte accesses in flight per thread
+TILE = (
+    2048  # units that a CTA moves at once: four 16-byte accesses in flight per thread; of narrower ones twice as many
+)
 STEPS = 16  # of a call at most, see the kernel
 STEP_TILES = 8  # in a step at least: 256 KiB, so that its flags cost little
 
@@ -66,12 +68,13 @@ class Pass:
 
     def shares(self, world: int, sms: int) -> "Shares":
         """How the units of a part are shared out."""
-        rows = max(TILE // (1 << (world - 1).bit_length()), 1)
+        tile = TILE if self.unit_bytes == LINE_BYTES else 2 * TILE
+        rows = max(tile // (1 << (world - 1).bit_length()), 1)
         tiles = -(-self.part // rows)
         grid = max(min(tiles, sms, FLAGS // world), 1)
         of_a_cta = -(-tiles // grid)
         in_a_step = -(-of_a_cta // min(STEPS, -(-of_a_cta // STEP_TILES)))
-        return Shares(grid, -(-of_a_cta // in_a_step), in_a_step * rows, TILE)
+        return Shares(grid, -(-of_a_cta // in_a_step), in_a_step * rows, tile)
 
 
 def passes(call: Call, world: int) -> tuple[Pass, ...]:
