@@ -20,7 +20,7 @@ import torch
 
 from tileweave.bench.measure import interleaved, machine
 from tileweave.fabric import virtual_world
-from tileweave.fabric.base import Channel
+from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel
 from tileweave.fabric.variants import load, variant_of
 from tileweave.fabric.virtual import Launch, VirtualFabric, VirtualWorld, launch_all
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
@@ -47,7 +47,7 @@ class Recorder(VirtualFabric):
     def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
         if not self.alone:
             return super().channel(op, adding_bytes, staging_bytes)
-        words = [torch.zeros(1, 128, dtype=torch.int32, device=self.device) for _ in range(2)]
+        words = [torch.zeros(1, n, dtype=torch.int32, device=self.device) for n in (BLOCK_WORDS, STATE_WORDS)]
         nothing = torch.zeros(1, 512, dtype=torch.uint8, device=self.device)
         return Channel(op, words[0], words[1][0], nothing, nothing, 10**6)
 

@@ -14,7 +14,7 @@ from tileweave import lang
 HEADER_WORDS: int = lang.HEADER_WORDS.value
 ABORT: int = lang.ABORT.value
 RECORD: int = lang.RECORD.value
-FLAGS = 384  # an op's own 128, then one for each CTA
+FLAGS = 448  # an op's own 128, then two for each CTA
 BLOCK_WORDS = HEADER_WORDS + FLAGS
 STATE_WORDS = 128
 MAX_RANKS = STATE_WORDS - 2  # a counter per peer, after the epoch and the count of CTAs that are done

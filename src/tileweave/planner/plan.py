@@ -104,9 +104,12 @@ PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
 BARRIER_BYTES = 1024  # of a CTA's shared memory: mbarriers, and what the compiler keeps for warp partitions
 
 
-def warps(tile: tuple[int, int, int]) -> int:
-    """Warps of the multiplier: a group of four for each 64 rows, at most two groups."""
-    return min(tile[0] // 16, 8)
+WARPS = 4  # of a multiplier
+
+
+def part_rows(tile: tuple[int, int, int]) -> int:
+    """Rows of a multiplier, hence of a message: a tile of more than 64 rows has two multipliers."""
+    return tile[0] // 2 if tile[0] > 64 else tile[0]
 
 
 def parts(tile: tuple[int, int, int], message_bytes: int) -> int:
@@ -158,10 +161,13 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"a CTA has {hardware.shared_bytes}"
         )
     tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
-    shared = tiles - whole_tiles(tiles, problem.sms, plan.split)
-    if not 1 <= plan.split <= MAX_SPLIT or shared * plan.split > problem.sms:
-        most = min(MAX_SPLIT, problem.sms // max(tiles % problem.sms, 1))
-        return f"plan.split={plan.split}: 1 to {most} CTAs can share a tile of the last wave ({tiles} tiles, {problem.sms} SMs)"
+    k_steps = max(-(-problem.k // plan.tile[2]), 1)  # a share is a step at least
+    most = min(MAX_SPLIT, k_steps, problem.sms // max(tiles % problem.sms, 1))
+    if not 1 <= plan.split <= most:
+        return (
+            f"plan.split={plan.split}: 1 to {most} CTAs can share a tile of the last wave "
+            f"({tiles} tiles, {problem.sms} SMs, {k_steps} K steps)"
+        )
     return None
 
 

@@ -79,11 +79,11 @@ class Channel:
 
 
 @gl.jit
-def make_channel(STAGES: gl.constexpr):
-    """Allocate and initialize a channel with one producer and one consumer."""
+def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Allocate and initialize a channel from one producer to CONSUMERS roles, each of which uses and releases every slot."""
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], gl.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], gl.MBarrierLayout())
     for i in gl.static_range(STAGES):
         gl.mbarrier_init(ready.index(i), count=1)
-        gl.mbarrier_init(empty.index(i), count=1)
+        gl.mbarrier_init(empty.index(i), count=CONSUMERS)
     return Channel(ready, empty, STAGES)

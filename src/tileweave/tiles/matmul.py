@@ -1,12 +1,14 @@
 """The matmul template: a persistent, warp-specialized tile loop whose ends are left open.
 
     loader       one warp: TMA loads of A and B tiles into a ring
-    multiplier   the default partition: wgmma over the ring, then the op's EPILOGUE on the accumulator, in parts
-    storer       one warp: the op's STORE of each finished part
+    multiplier   a warp group for each half of a tile's rows (one for tiles of 64 rows): wgmma over the ring, then the
+                 op's EPILOGUE on the accumulator, in parts
+    storer       a warp for each multiplier: the op's STORE of each finished part
     communicator whole CTAs below COMM_SMS that only run the op's COMMUNICATE role
 
-A part, or message, is a tile's rows by WIDTH columns, 128 bytes wide: what TMA moves in one piece. The multiplier hands
-parts to the storer through a ring of C_BUFS buffers, so a tile's first part travels while its last is still in registers.
+A part, or message, is a multiplier's ROWS by WIDTH columns, 128 bytes wide: what TMA moves in one piece. A multiplier
+hands parts to its storer through a ring of C_BUFS buffers, so a tile's first part travels while its last is still in
+registers; and as the multipliers wait for each other nowhere, one computes while the other is in its epilogue.
 
 SHARED: the last tiles of the loop, those from `whole` on, are shared by `split` CTAs each, of which each multiplies its
 share of the K steps: they fill a last wave that whole tiles would leave half empty. The CTAs exchange their accumulators
@@ -15,10 +17,10 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
 | ring.ready / empty | loader's TMA / multiplier | multiplier / loader | mbarrier, CTA | Channel's phases |
-| result.ready / empty | multiplier, a part is in its buffer / storer, its bulk store has read it | storer / multiplier | mbarrier, CTA | Channel's phases |
-| state[DONE] | every CTA, its roles have read the epoch | nobody; the last one advances the epoch | acq_rel, gpu | the last one puts it back to 0 |
-| state[EPOCH] | the last CTA | next launch (kernel boundary) | stream order | read by all roles of a CTA before it arrives at DONE |
-| flags[rank][FIRST_SHARE + cta] = epoch | multiplier of a CTA that shares a tile, its accumulator is in scratch | multipliers of those that share it | release / acquire, sys | monotonic; scratch belongs to one launch |
+| results[h].ready / empty | multiplier h, a part is in its buffer / storer h, its bulk store has read it | storer / multiplier | mbarrier, CTA | Channel's phases |
+| state[DONE] | every storer, the roles before it have read the epoch | nobody; the last one advances the epoch | acq_rel, gpu | the last one puts it back to 0 |
+| state[EPOCH] | the last CTA | next launch (kernel boundary) | stream order | read by all roles of a CTA before its storers arrive at DONE |
+| flags[rank][FIRST_SHARE + h * grid + cta] = epoch | multiplier h of a CTA that shares a tile, its accumulator is in scratch | multipliers h of those that share it | release / acquire, sys | monotonic; scratch belongs to one launch |
 
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what a load
 must wait for), MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part
@@ -43,7 +45,8 @@ class Matmul:
     b_bufs: gl.shared_memory_descriptor
     ring: Channel
     c_bufs: gl.shared_memory_descriptor
-    result: Channel
+    result_0: Channel
+    result_1: Channel
     flags: gl.Flags
     state: gl.tensor
     scratch: gl.tensor
@@ -54,6 +57,8 @@ class Matmul:
     BM: gl.constexpr
     BN: gl.constexpr
     BK: gl.constexpr
+    HALVES: gl.constexpr  # multipliers
+    ROWS: gl.constexpr  # of each
     WIDTH: gl.constexpr
     SHARED: gl.constexpr
     A_T: gl.constexpr
@@ -62,15 +67,16 @@ class Matmul:
 
     @gl.constexpr_function
     def __init__(
-        self, a_desc, b_desc, a_bufs, b_bufs, ring, c_bufs, result, flags, state, scratch, k_steps, tiles, whole, split,
-        BM, BN, BK, WIDTH, SHARED, A_T, B_T, COMM_SMS,
+        self, a_desc, b_desc, a_bufs, b_bufs, ring, c_bufs, result_0, result_1, flags, state, scratch,
+        k_steps, tiles, whole, split, BM, BN, BK, HALVES, ROWS, WIDTH, SHARED, A_T, B_T, COMM_SMS,
     ):  # fmt: skip
         self.a_desc, self.b_desc = a_desc, b_desc
         self.a_bufs, self.b_bufs, self.ring = a_bufs, b_bufs, ring
-        self.c_bufs, self.result = c_bufs, result
+        self.c_bufs, self.result_0, self.result_1 = c_bufs, result_0, result_1
         self.flags, self.state, self.scratch = flags, state, scratch
         self.k_steps, self.tiles, self.whole, self.split = k_steps, tiles, whole, split
         self.BM, self.BN, self.BK = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(BK)
+        self.HALVES, self.ROWS = gl.constexpr(HALVES), gl.constexpr(ROWS)
         self.WIDTH, self.SHARED = gl.constexpr(WIDTH), gl.constexpr(SHARED)
         self.A_T, self.B_T, self.COMM_SMS = gl.constexpr(A_T), gl.constexpr(B_T), gl.constexpr(COMM_SMS)
 
@@ -82,15 +88,35 @@ def make_matmul(
     SHARED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings of operands and of results, whose parts have the box of `c_desc`, the last two dimensions of
-    which are BM x WIDTH; `tiles` is how many output tiles the whole grid computes, the first `whole` of them without sharing."""
+    which are ROWS x WIDTH; `tiles` is how many output tiles the whole grid computes, the first `whole` of them alone."""
+    DIMS: gl.constexpr = len(c_desc.block_shape)
+    ROWS: gl.constexpr = c_desc.block_shape[DIMS - 2]
+    HALVES: gl.constexpr = BM // ROWS
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
-    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [C_BUFS] + c_desc.block_shape, c_desc.layout)
-    WIDTH: gl.constexpr = c_desc.block_shape[len(c_desc.block_shape) - 1]
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [HALVES * C_BUFS] + c_desc.block_shape, c_desc.layout)
+    result_0 = make_channel(C_BUFS, 1)
+    result_1 = make_channel(C_BUFS, 1) if HALVES > 1 else result_0
     return Matmul(
-        a_desc, b_desc, a_bufs, b_bufs, make_channel(STAGES), c_bufs, make_channel(C_BUFS), flags, state, scratch,
-        gl.cdiv(k, BK), tiles, whole, split, BM, BN, BK, WIDTH, SHARED, A_T, B_T, COMM_SMS,
+        a_desc, b_desc, a_bufs, b_bufs, make_channel(STAGES, HALVES), c_bufs, result_0, result_1, flags, state, scratch,
+        gl.cdiv(k, BK), tiles, whole, split, BM, BN, BK, HALVES, ROWS, c_desc.block_shape[DIMS - 1], SHARED,
+        A_T, B_T, COMM_SMS,
     )  # fmt: skip
+
+
+@gl.jit
+def results(mm, HALF: gl.constexpr):
+    """The ring between a multiplier and its storer; its buffers are those of `result_buf`."""
+    if HALF == 0:
+        return mm.result_0
+    else:
+        return mm.result_1
+
+
+@gl.jit
+def result_buf(mm, HALF: gl.constexpr, at):
+    """The buffer of a place in `results`."""
+    return mm.c_bufs.index(HALF * mm.result_0.STAGES + at.slot)
 
 
 @gl.jit
@@ -101,11 +127,11 @@ def this_epoch(mm):
 
 @gl.jit
 def finish(mm, epoch):
-    """A CTA's end as far as the epoch is concerned; the last one advances it. A world of one has no use for epochs
+    """A storer's end as far as the epoch is concerned; the last one advances it. A world of one has no use for epochs
     unless its CTAs share tiles."""
     if (mm.flags.world > 1) | mm.SHARED:
         gl.barrier()
-        if gl.atomic_add(mm.state + DONE, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        if gl.atomic_add(mm.state + DONE, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) * mm.HALVES - 1:
             gl.atomic_xchg(mm.state + DONE, 0, sem="relaxed", scope="gpu")
             gl.atomic_xchg(mm.state + EPOCH, epoch, sem="relaxed", scope="gpu")
 
@@ -209,33 +235,37 @@ def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.co
 
 
 @gl.jit
-def part_buf(mm, at, like):
-    """The operand buffer of a place in the ring as a part: what LOAD_MORE fills. `like` is the descriptor that loads it."""
-    return gl.reinterpret(mm.a_bufs.index(at.slot), like.dtype, like.block_shape, like.layout)
+def part_buf(mm, at, HALF: gl.constexpr, like):
+    """A multiplier's half of the operand buffer at a place in the ring, as a part: what LOAD_MORE fills. `like` is the
+    descriptor that loads it."""
+    halves = gl.reinterpret(mm.a_bufs.index(at.slot), like.dtype, [mm.HALVES] + like.block_shape, like.layout)
+    return halves.index(HALF)
 
 
 @gl.jit
-def take_part(mm, part, at, like, LAYOUT: gl.constexpr):
+def take_part(mm, part, at, HALF: gl.constexpr, like, LAYOUT: gl.constexpr):
     """EPILOGUE's end of LOAD_MORE: `part` plus the part at a place in the ring, in float32."""
     mm.ring.consumer_wait(at)
-    part += part_buf(mm, at, like).reshape([mm.BM, mm.WIDTH]).load(LAYOUT).to(gl.float32)
+    part += part_buf(mm, at, HALF, like).reshape([mm.ROWS, mm.WIDTH]).load(LAYOUT).to(gl.float32)
     gl.fence_async_shared()
     mm.ring.release(at)
     return part
 
 
 @gl.jit
-def multiply_tile(mm, at, steps, LAYOUT: gl.constexpr):
+def multiply_tile(mm, at, steps, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """The accumulator of `steps` K steps from `at` on, and the next place. One wgmma stays in flight while the next
     operands arrive."""
-    acc = gl.zeros([mm.BM, mm.BN], gl.float32, LAYOUT)
+    acc = gl.zeros([mm.ROWS, mm.BN], gl.float32, LAYOUT)
     last = mm.ring.start()  # not `at`: Triton would take the two for one variable of the loop
     for step in range(0, steps):
         mm.ring.consumer_wait(at)
         a = mm.a_bufs.index(at.slot)
         b = mm.b_bufs.index(at.slot)
         if mm.A_T:
-            a = a.permute((1, 0))
+            a = a.slice(HALF * mm.ROWS, mm.ROWS, 1).permute((1, 0))
+        else:
+            a = a.slice(HALF * mm.ROWS, mm.ROWS, 0)
         if mm.B_T:
             b = b.permute((1, 0))
         pending = gl.warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
@@ -249,73 +279,77 @@ def multiply_tile(mm, at, steps, LAYOUT: gl.constexpr):
 
 
 @gl.jit
-def scratch_at(mm, cta, j, LAYOUT: gl.constexpr):
-    """Pointers to part j of a CTA's accumulator in scratch."""
-    rows = gl.arange(0, mm.BM, gl.SliceLayout(1, LAYOUT))
+def scratch_at(mm, cta, HALF: gl.constexpr, j, LAYOUT: gl.constexpr):
+    """Pointers to part j of an accumulator in scratch."""
+    rows = gl.arange(0, mm.ROWS, gl.SliceLayout(1, LAYOUT))
     cols = gl.arange(0, mm.WIDTH, gl.SliceLayout(0, LAYOUT))
-    part = cta * (mm.BN // mm.WIDTH) + j
-    return mm.scratch + part.to(gl.int64) * (mm.BM * mm.WIDTH) + rows[:, None] * mm.WIDTH + cols[None, :]
+    part = (cta * mm.HALVES + HALF) * (mm.BN // mm.WIDTH) + j
+    return mm.scratch + part.to(gl.int64) * (mm.ROWS * mm.WIDTH) + rows[:, None] * mm.WIDTH + cols[None, :]
 
 
 @gl.jit
-def give_shares(mm, parts, share, epoch, LAYOUT: gl.constexpr):
+def give_shares(mm, parts, share, epoch, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """Leave the parts that others finish in scratch, say so, and wait for theirs; False after a timeout."""
     for j in gl.static_range(mm.BN // mm.WIDTH):
         if j % mm.split != share:
-            gl.store(scratch_at(mm, first_unit(mm), j, LAYOUT), parts[j])
+            gl.store(scratch_at(mm, first_unit(mm), HALF, j, LAYOUT), parts[j])
     gl.barrier()
-    own = FIRST_SHARE + first_unit(mm)
+    own = FIRST_SHARE + HALF * unit_step(mm) + first_unit(mm)
     gl.signal(mm.flags, mm.flags.rank, own, epoch)
     return gl.wait_all(mm.flags, own - share, mm.split, epoch, skip=own)
 
 
 @gl.jit
-def take_shares(mm, part, j, share, met, LAYOUT: gl.constexpr):
+def take_shares(mm, part, j, share, met, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """`part` plus the others' shares of it, in an order that depends on no timing; NaN unless all have come."""
     for i in range(1, mm.split):
         cta = first_unit(mm) - share + (share + i) % mm.split
-        part += gl.load(scratch_at(mm, cta, j, LAYOUT))
+        part += gl.load(scratch_at(mm, cta, HALF, j, LAYOUT))
     return part + gl.where(met, 0.0, float("nan"))
 
 
 @gl.jit
-def multiply_role(work, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Multiplier: accumulate a tile, pass its parts through the op's epilogue to the storer."""
+def multiply_role(work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Multiplier: accumulate half a tile, pass its parts through the op's epilogue to the storer."""
     mm = work.matmul
     epoch = this_epoch(mm)
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.BN, 16])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, 16])
-    at, done = mm.ring.start(), mm.result.start()
+    result = results(mm, HALF)
+    at, done = mm.ring.start(), result.start()
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
         t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
-        acc, at = multiply_tile(mm, at, last - first, LAYOUT)
+        acc, at = multiply_tile(mm, at, last - first, HALF, LAYOUT)
         parts = gl.columns(acc, mm.WIDTH)
         met = epoch == epoch
         if mm.SHARED:
             if shares > 1:
-                met = give_shares(mm, parts, share, epoch, PART)
+                met = give_shares(mm, parts, share, epoch, HALF, PART)
         for j in gl.static_range(mm.BN // mm.WIDTH):
             if j % shares == share:
                 part = parts[j]
                 if mm.SHARED:
                     if shares > 1:
-                        part = take_shares(mm, part, j, share, met, PART)
-                part, at = EPILOGUE(work, part, at, owner, row, col + j * mm.WIDTH, PART)
-                mm.result.producer_wait(done)
-                mm.c_bufs.index(done.slot).reshape([mm.BM, mm.WIDTH]).store(part.to(mm.c_bufs.dtype))
+                        part = take_shares(mm, part, j, share, met, HALF, PART)
+                part, at = EPILOGUE(work, part, at, HALF, owner, row + HALF * mm.ROWS, col + j * mm.WIDTH, PART)
+                result.producer_wait(done)
+                result_buf(mm, HALF, done).reshape([mm.ROWS, mm.WIDTH]).store(part.to(mm.c_bufs.dtype))
                 gl.fence_async_shared()
-                mm.result.publish(done)
-                done = mm.result.next(done)
+                result.publish(done)
+                done = result.next(done)
 
 
 @gl.jit
-def store_role(work, LOCATE: gl.constexpr, MEET: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr):
-    """Storer: carry the parts away; tell an owner once this CTA has no more tiles for it."""
+def store_role(
+    work, HALF: gl.constexpr, LOCATE: gl.constexpr, MEET: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr
+):
+    """Storer: carry the parts of a multiplier away; tell an owner once this CTA has no more tiles for it."""
     mm = work.matmul
     epoch = this_epoch(mm)
     met = epoch == epoch
-    done, count, previous = mm.result.start(), 0, -1
+    result = results(mm, HALF)
+    done, count, previous = result.start(), 0, -1
     finished = epoch != epoch
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
         t, share, shares, first, last = unit(mm, u)
@@ -324,14 +358,14 @@ def store_role(work, LOCATE: gl.constexpr, MEET: gl.constexpr, STORE: gl.constex
             met = MEET(work, owner, epoch)
             previous = owner
         for j in range(share, mm.BN // mm.WIDTH, shares):
-            mm.result.consumer_wait(done)
+            result.consumer_wait(done)
             if not finished:  # early, as its round trip is long: the other roles have read the epoch by now
                 finish(mm, epoch)
                 finished = epoch == epoch
-            STORE(work, owner, row, col + j * mm.WIDTH, mm.c_bufs.index(done.slot), epoch, met)
+            STORE(work, owner, row + HALF * mm.ROWS, col + j * mm.WIDTH, result_buf(mm, HALF, done), epoch, met)
             gl.store_read_wait(0)
-            mm.result.release(done)
-            done = mm.result.next(done)
+            result.release(done)
+            done = result.next(done)
             count += 1
         after, next_share, next_shares, next_first, next_last = unit(mm, u + unit_step(mm))
         next_owner, next_a_row, next_row, next_col = LOCATE(work, after)
@@ -347,16 +381,29 @@ def run_matmul(
     work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.constexpr, LOAD_MORE: gl.constexpr,
     EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr, COMMUNICATE: gl.constexpr,
 ):  # fmt: skip
-    """Run the roles. A worker warp's registers: 24 suffice to issue loads, 40 to compute addresses and wait as well."""
+    """Run the roles. A worker warp's 48 registers do for addresses and waits, a multiplier's 224 for its accumulator."""
+    HALVES: gl.constexpr = work.matmul.HALVES
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
+    elif HALVES == 1:
+        gl.warp_specialize(
+            [
+                (multiply_role, (work, 0, LOCATE, EPILOGUE)),
+                (load_role, (work, LOCATE, BEFORE_LOAD, MEET, LOAD_MORE)),
+                (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
+            ],
+            [1, 1],
+            [64, 64],
+        )
     else:
         gl.warp_specialize(
             [
-                (multiply_role, (work, LOCATE, EPILOGUE)),
+                (multiply_role, (work, 0, LOCATE, EPILOGUE)),
+                (multiply_role, (work, 1, LOCATE, EPILOGUE)),
                 (load_role, (work, LOCATE, BEFORE_LOAD, MEET, LOAD_MORE)),
-                (store_role, (work, LOCATE, MEET, STORE, PUBLISH)),
+                (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
+                (store_role, (work, 1, LOCATE, MEET, STORE, PUBLISH)),
             ],
-            [1, 1],
-            [48, 48],
+            [4, 1, 1, 1],
+            [224, 48, 48, 48],
         )

@@ -9,8 +9,8 @@ Two slots alternate by the epoch, which lives in `state` and is advanced by the 
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
-| state[SENT + d] | every CTA of this rank, its parts for rank d performed | nobody; the last one publishes | acq_rel, gpu | the last one puts it back to 0 |
-| flags[d][r] = epoch | rank r, the last CTA that sent a part to d | loaders and storers of rank d that have own tiles, before the first | release / acquire, sys; then a proxy fence | monotonic |
+| state[SENT + d] | every storer of this rank, its parts for rank d performed | nobody; the last one publishes | acq_rel, gpu | the last one puts it back to 0 |
+| flags[d][r] = epoch | rank r, the last storer that sent a part to d | loaders and storers of rank d that have own tiles, before the first | release / acquire, sys; then a proxy fence | monotonic |
 | ring, uses behind an own tile's K steps | loader's TMA load of a peer's part or sum / multiplier | multiplier / loader | mbarrier, CTA | Channel's phases |
 | adding slot e % 2 of rank d | peers in call e (TMA adds) | d after flags | flags | d zeroes each part once the multiplier has it, by generic stores; the ends of the launches e of d and e + 1 of the peer are the fences to the next adds. A peer adds again in call e + 2 only after it has finished call e + 1, hence after d entered e + 1, hence after d ended call e |
 | staging slot e % 2 of rank d | peers in call e (TMA stores) | d after flags | flags | as above, without zeroing |
@@ -108,20 +108,21 @@ def load_more(work, at, owner, row, col, epoch, met):
             mm.ring.producer_wait(at)
             bar = mm.ring.ready_at(at)
             gl.mbarrier_expect(bar, mm.BM * mm.WIDTH * (work.out.dtype.primitive_bitwidth // 8))
-            where = [place, gl.where(met, row, work.rows), col]
-            gl.load_async(work.slots, flags.rank, where, part_buf(mm, at, work.slots), bar)
+            for half in gl.static_range(mm.HALVES):
+                where = [place, gl.where(met, row, work.rows) + half * mm.ROWS, col]
+                gl.load_async(work.slots, flags.rank, where, part_buf(mm, at, half, work.slots), bar)
             at = mm.ring.next(at)
     return at
 
 
 @gl.jit
-def epilogue(work, part, at, owner, row, col, LAYOUT: gl.constexpr):
+def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
     """Multiplier: a part of an own tile takes in what the peers have sent, and the bias."""
     if work.AVERAGE:  # before parts are sent and summed: a mean that the type can hold does not overflow on the way
         part = part * (1.0 / work.flags.world)
     if owner == work.flags.rank:
         for i in range(partials(work)):
-            part = take_part(work.matmul, part, at, work.slots, LAYOUT)
+            part = take_part(work.matmul, part, at, HALF, work.slots, LAYOUT)
             at = work.matmul.ring.next(at)
         if work.HAS_BIAS:
             cols = col + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
@@ -138,7 +139,7 @@ def zero_part(work, row, col, epoch):
     cols = col + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, L))
     zeros = gl.zeros([ROWS, work.matmul.WIDTH], work.out.dtype, L)
     base = work.own_slots + (epoch & 1).to(gl.int64) * work.slot_stride + row.to(gl.int64) * work.n
-    for r in range(0, work.matmul.BM, ROWS):
+    for r in range(0, work.matmul.ROWS, ROWS):
         i = r + gl.arange(0, ROWS, gl.SliceLayout(1, L))
         where = i[:, None] * work.n + cols[None, :]
         gl.store(base + where, zeros, mask=(row + i < work.rows)[:, None] & (cols < work.n)[None, :])
@@ -150,7 +151,7 @@ def store(work, owner, row, col, buf, epoch, met):
     mm, flags = work.matmul, work.flags
     slot = epoch & 1
     if owner == flags.rank:
-        gl.tma_store(work.out, [row, col], buf.reshape([mm.BM, mm.WIDTH]))
+        gl.tma_store(work.out, [row, col], buf.reshape([mm.ROWS, mm.WIDTH]))
         if flags.world > 1 and not work.DETERMINISTIC:
             if met:  # else a late peer may still be adding, and nobody will use the slot again
                 zero_part(work, row, col, epoch)
@@ -167,7 +168,7 @@ def publish(work, owner, count, epoch):
         gl.store_wait(0)
         gl.barrier()
         sent = work.matmul.state + SENT + owner
-        all_parts = tiles_per_owner(work) * (work.matmul.BN // work.matmul.WIDTH)
+        all_parts = tiles_per_owner(work) * (work.matmul.BN // work.matmul.WIDTH) * work.matmul.HALVES
         if (count > 0) & (gl.atomic_add(sent, count, sem="acq_rel", scope="gpu") == all_parts - count):
             gl.atomic_xchg(sent, 0, sem="relaxed", scope="gpu")
             gl.signal(work.flags, owner, work.flags.rank, epoch)

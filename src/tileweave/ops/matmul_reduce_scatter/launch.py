@@ -10,7 +10,7 @@ from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan
-from tileweave.planner.plan import GROUP_ROWS, PART_BYTES, part_buffers, tiles_of, warps, whole_tiles
+from tileweave.planner.plan import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, tiles_of, whole_tiles
 
 
 def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -39,7 +39,6 @@ class Prepared:
     slots: tuple | Box
     tail: tuple
     grid: int
-    warps: int
     scratch: int
     variant: Variant = field(default_factory=Variant)
 
@@ -50,7 +49,7 @@ class Prepared:
         extra = out if bias is None else bias
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else out
         args = (fabric.rank, self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, scratch, *self.tail)
-        fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=self.warps, variant=self.variant)
+        fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return out
 
 
@@ -110,7 +109,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         call.bias,
         call.op == "avg",
     )
-    part = (bm, PART_BYTES // out.element_size())
+    part = (part_rows(plan.tile), PART_BYTES // out.element_size())
     return Prepared(
         (call.rows, call.n),
         call.out_dtype,
@@ -121,7 +120,6 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         parallel_slots(fabric, call, channel, part) if world > 1 else slots_box(out[None, None], part),
         tail,
         grid,
-        warps(plan.tile),
         grid * bm * bn if plan.split > 1 else 0,
     )
 
