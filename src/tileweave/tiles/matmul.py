@@ -22,9 +22,10 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 | state[EPOCH] | the last CTA | next launch (kernel boundary) | stream order | read by all roles of a CTA before its storers arrive at DONE |
 | flags[rank][FIRST_SHARE + h * grid + cta] = epoch | multiplier h of a CTA that shares a tile, its accumulator is in scratch | multipliers h of those that share it | release / acquire, sys | monotonic; scratch belongs to one launch |
 
-A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what a load
-must wait for), MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part
-goes, and who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
+A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what the loads
+of a tile must wait for), LOAD (where the operands of a K step come from), MEET, LOAD_MORE and EPILOGUE (what an accumulator
+waits for and takes in), STORE and PUBLISH (where a part goes, and who is told) and COMMUNICATE. Its `work` aggregate holds
+a `Matmul` as `work.matmul`.
 """
 
 from tileweave import lang as gl
@@ -178,8 +179,25 @@ def grouped_order(t, rows, cols, GROUP: gl.constexpr):
 
 @gl.jit
 def nothing_before_load(work, owner, row, epoch):
-    """BEFORE_LOAD of a kernel whose operands are all local."""
-    pass
+    """BEFORE_LOAD of a kernel whose operands are all local; returns whether what it waits for has come."""
+    return epoch == epoch
+
+
+@gl.jit
+def load_operands(work, at, bar, owner, a_row, col, step, epoch, there):
+    """LOAD of a kernel whose operands are `a_desc` and `b_desc`: start the loads of a K step to a place in the ring."""
+    mm = work.matmul
+    k = step * mm.BK
+    a_buf = mm.a_bufs.index(at.slot)
+    b_buf = mm.b_bufs.index(at.slot)
+    if mm.A_T:
+        gl.tma_load(mm.a_desc, [k, a_row], bar, a_buf)
+    else:
+        gl.tma_load(mm.a_desc, [a_row, k], bar, a_buf)
+    if mm.B_T:
+        gl.tma_load(mm.b_desc, [col, k], bar, b_buf)
+    else:
+        gl.tma_load(mm.b_desc, [k, col], bar, b_buf)
 
 
 @gl.jit
@@ -195,13 +213,22 @@ def nothing_more(work, at, owner, row, col, epoch, met):
 
 
 @gl.jit
+def nobody_to_tell(work, owner, count, epoch):
+    """PUBLISH of a kernel whose results stay where they are."""
+    pass
+
+
+@gl.jit
 def no_communicator(work):
     """COMMUNICATE of an intra-SM kernel."""
     pass
 
 
 @gl.jit
-def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.constexpr, LOAD_MORE: gl.constexpr):
+def load_role(
+    work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
+    LOAD_MORE: gl.constexpr,
+):  # fmt: skip
     """Loader: for each tile, all K steps of A and B through the ring, then what its epilogue takes in."""
     mm = work.matmul
     epoch = this_epoch(mm)
@@ -210,22 +237,12 @@ def load_role(work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.co
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
         t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
-        BEFORE_LOAD(work, owner, row, epoch)
+        there = BEFORE_LOAD(work, owner, row, epoch)
         for step in range(first, last):
-            k = step * mm.BK
             mm.ring.producer_wait(at)
             bar = mm.ring.ready_at(at)
             gl.mbarrier_expect(bar, (mm.BM + mm.BN) * mm.BK * 2)
-            a_buf = mm.a_bufs.index(at.slot)
-            b_buf = mm.b_bufs.index(at.slot)
-            if mm.A_T:
-                gl.tma_load(mm.a_desc, [k, a_row], bar, a_buf)
-            else:
-                gl.tma_load(mm.a_desc, [a_row, k], bar, a_buf)
-            if mm.B_T:
-                gl.tma_load(mm.b_desc, [col, k], bar, b_buf)
-            else:
-                gl.tma_load(mm.b_desc, [k, col], bar, b_buf)
+            LOAD(work, at, bar, owner, a_row, col, step, epoch, there)
             at = mm.ring.next(at)
         if owner != previous:
             met = MEET(work, owner, epoch)
@@ -378,8 +395,9 @@ def store_role(
 
 @gl.jit
 def run_matmul(
-    work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, MEET: gl.constexpr, LOAD_MORE: gl.constexpr,
-    EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr, COMMUNICATE: gl.constexpr,
+    work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
+    LOAD_MORE: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr,
+    COMMUNICATE: gl.constexpr,
 ):  # fmt: skip
     """Run the roles. A worker warp's 48 registers do for addresses and waits, a multiplier's 224 for its accumulator."""
     HALVES: gl.constexpr = work.matmul.HALVES
@@ -389,7 +407,7 @@ def run_matmul(
         gl.warp_specialize(
             [
                 (multiply_role, (work, 0, LOCATE, EPILOGUE)),
-                (load_role, (work, LOCATE, BEFORE_LOAD, MEET, LOAD_MORE)),
+                (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
             ],
             [1, 1],
@@ -400,7 +418,7 @@ def run_matmul(
             [
                 (multiply_role, (work, 0, LOCATE, EPILOGUE)),
                 (multiply_role, (work, 1, LOCATE, EPILOGUE)),
-                (load_role, (work, LOCATE, BEFORE_LOAD, MEET, LOAD_MORE)),
+                (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
                 (store_role, (work, 1, LOCATE, MEET, STORE, PUBLISH)),
             ],

@@ -23,6 +23,7 @@ from tileweave.tiles.matmul import (
     OWN_WORDS,
     Matmul,
     grouped_order,
+    load_operands,
     make_matmul,
     no_communicator,
     nothing_before_load,
@@ -192,4 +193,6 @@ def matmul_reduce_scatter_kernel(
         mm, flags, slots_desc, own_slots, slot_stride, out_desc, bias, rows, n,
         DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
     )  # fmt: skip
-    run_matmul(work, locate, nothing_before_load, meet, load_more, epilogue, store, publish, no_communicator)
+    run_matmul(
+        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, no_communicator
+    )  # fmt: skip
