@@ -14,8 +14,8 @@ one address in the slot and another in the tensor, and shards of any dimension a
 Data are pulled, not pushed: a slot holds a part once, however many ranks want it, and what arrives goes straight to the
 result. Registers carry it, since they can pick single elements and add: a full grid of 16-byte loads fills the link.
 
-A part's tiles are dealt to the CTAs in turn, in the same way on all ranks: CTA c needs CTA c of every peer and nobody
-else, nor any CTA of its own grid. It does so in up to STEPS steps, each laid out and published before the one before it is
+A part is shared out to the CTAs in blocks, in the same way on all ranks: CTA c needs CTA c of every peer and nobody
+else, nor any CTA of its own grid. It works in up to STEPS steps, a block each, each laid out and published before the one before it is
 taken, so that waiting and laying out are hidden behind the link.
 
 | word | written by | waited for by | order, scope | why its reuse is safe |
