@@ -12,14 +12,13 @@ weights come from device memory, as they do in a model. Before timing, each resu
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
 import tileweave as tw
-from tileweave.bench.measure import machine
+from tileweave.bench.measure import interleaved, machine
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.planner import Plan, Problem, candidates, plan_for
 
@@ -51,26 +50,18 @@ def captured(call: Callable, pairs: list, calls: int) -> Callable[[], None]:
     call(*pairs[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would collect garbage each time, which takes long
+        graph.capture_begin()
         for i in range(calls):
             call(*pairs[i % len(pairs)])
+        graph.capture_end()
     return graph.replay
 
 
 def timed(replays: dict[str, Callable[[], None]], calls: int, rounds: int) -> dict[str, list[float]]:
     """Microseconds of a call: median, lowest and highest over the rounds, each of which replays every contender once."""
-    times: dict[str, list[float]] = {name: [] for name in replays}
-    for replay in replays.values():
-        replay()
-    for _ in range(rounds):
-        for name, replay in replays.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times[name].append(1e3 * start.elapsed_time(end) / calls)
-    return {name: [statistics.median(each), min(each), max(each)] for name, each in times.items()}
+    times = interleaved(replays, rounds, warmup=1)
+    return {name: [1e3 * value / calls for value in (t.median, t.low, t.high)] for name, t in times.items()}
 
 
 def key(plan: Plan) -> str:
@@ -100,6 +91,12 @@ def measure(name: str, m: int, n: int, k: int, transposed: bool, plans: Iterable
     return {"shape": name, "m": m, "n": n, "k": k, "b": "N x K" if transposed else "K x N", "us": us}
 
 
+def worth_measuring(problem: Problem) -> list[Plan]:
+    """The plans that the cost model does not put far behind the best."""
+    found = candidates(problem)
+    return [plan for cost, plan in found if cost < 1.25 * found[0][0]]
+
+
 def main() -> None:
     """Measure all shapes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -114,7 +111,7 @@ def main() -> None:
         if options.only not in "{} {}x{}x{}".format(*shape):
             continue
         problem = Problem(*shape[1:], world=1, message_bytes=2, sms=132)
-        plans = candidates(problem) if options.sweep else [plan_for(problem)]
+        plans = worth_measuring(problem) if options.sweep else [plan_for(problem)]
         for order in options.orders.split(","):
             row = measure(*shape, order == "NK", plans, options.rounds)
             rows.append(row)

@@ -1,5 +1,6 @@
 """Timing of GPU work: interleaved, medians with spread; and what it ran on."""
 
+import random
 import statistics
 import subprocess
 from collections.abc import Callable
@@ -20,7 +21,8 @@ class Timing:
 
 
 def interleaved(contenders: dict[str, Callable[[], None]], rounds: int = 15, warmup: int = 3) -> dict[str, Timing]:
-    """Time each contender once a round, in turn, so that clocks and temperature are the same for all.
+    """Time each contender once a round, so that clocks and temperature are the same for all, in another order each
+    round: what runs after a hot contender finds a slower clock.
 
     A contender enqueues its work so that the current stream is behind all of it.
     """
@@ -28,8 +30,9 @@ def interleaved(contenders: dict[str, Callable[[], None]], rounds: int = 15, war
         for _ in range(warmup):
             run()
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    shuffle = random.Random(0)
     for _ in range(rounds):
-        for name, run in contenders.items():
+        for name, run in shuffle.sample(list(contenders.items()), len(contenders)):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             torch.cuda.synchronize()
             start.record()

@@ -18,8 +18,9 @@ def variant_of(kernel: Any, grid: int, args: Sequence[Any], num_warps: int, vari
     """The compiled kernel for these arguments on the current device, not necessarily loaded."""
     if variant is not None and variant.compiled is not None:
         return variant.compiled
+    early = "grid_dependency_wait(" in kernel.src
     with _compiling:
-        compiled = kernel.warmup(*args, grid=(grid,), num_warps=num_warps)
+        compiled = kernel.warmup(*args, grid=(grid,), num_warps=num_warps, launch_pdl=early)
     if variant is not None:
         variant.compiled = compiled
     return compiled

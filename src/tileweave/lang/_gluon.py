@@ -220,6 +220,15 @@ def store_wait(pending, _semantic=None):
 
 
 @_builtin
+def grid_dependency_wait(_semantic=None):
+    """Wait for the stream's earlier kernels, before any access to global memory: what they wrote is seen after it.
+
+    A kernel that says this is launched while the last CTAs of its predecessor end, which saves part of a launch's latency.
+    """
+    _asm("griddepcontrol.wait;", _semantic=_semantic)
+
+
+@_builtin
 def fence_proxy_async(_semantic=None):
     """Order generic accesses before this point with async-proxy (TMA) accesses to global memory after it."""
     _asm("fence.proxy.async.global;", _semantic=_semantic)

@@ -6,7 +6,7 @@ WORDS = (
     "bfloat16", "float32", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout",
     "MBarrierLayout",
     # structure
-    "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv", "warp_specialize", "barrier",
+    "grid_dependency_wait", "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv", "warp_specialize", "barrier",
     # tiles in registers
     "arange", "zeros", "full", "where", "maximum", "minimum", "max", "min", "sum", "exp2", "log2", "convert_layout", "to_tensor",
     "columns",

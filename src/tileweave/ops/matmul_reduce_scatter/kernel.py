@@ -193,6 +193,7 @@ def matmul_reduce_scatter_kernel(
         mm, flags, slots_desc, own_slots, slot_stride, out_desc, bias, rows, n,
         DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
     )  # fmt: skip
+    gl.grid_dependency_wait()
     run_matmul(
         work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, no_communicator
     )  # fmt: skip

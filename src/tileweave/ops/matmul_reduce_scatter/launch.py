@@ -10,7 +10,7 @@ from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan
-from tileweave.planner.plan import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, tiles_of, whole_tiles
+from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, tiles_of, whole_tiles
 
 
 def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -100,7 +100,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         bn,
         bk,
         plan.stages,
-        part_buffers(plan, out.element_size()),
+        part_buffers(plan.tile, plan.stages, out.element_size()),
         plan.split > 1,
         GROUP_ROWS,
         a_t,

@@ -1,0 +1,137 @@
+"""Plans of all-gather + matmul: as those of matmul + reduce-scatter, and how many SMs communicate."""
+
+import math
+from dataclasses import dataclass, replace
+
+from tileweave.planner import plan as core
+from tileweave.planner.hardware import H200, Hardware
+from tileweave.planner.plan import SPLITS, Plan
+from tileweave.planner.tiling import TILINGS, Tile, Tiling, whole_tiles
+
+SCHEDULES = ("inter_sm", "intra_sm", "none")
+# SMs that communicate. Between two H200s eight SMs fill the link with TMA tiles of 16 KB, four fill half of it, and the
+# prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs (all measured).
+COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
+SM_GBS = 45.0  # what one SM pushes
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of all-gather + matmul as every rank sees it.
+
+    rows, k: this rank's shard of A; ns: columns of each B; sms: SMs the kernel may use on this rank; linked: whether peers
+    are behind a link (False for virtual and emulated ranks).
+    """
+
+    rows: int
+    ns: tuple[int, ...]
+    k: int
+    world: int
+    sms: int
+    linked: bool = True
+
+
+def row_tiles(problem: Problem, tile: Tile) -> int:
+    """Output tiles one below the other: none spans the rows of two sources."""
+    return math.ceil(problem.rows / tile[0])
+
+
+def columns_of(problem: Problem, tile: Tile) -> int:
+    """Output tiles side by side: none spans two B."""
+    return sum(math.ceil(n / tile[1]) for n in problem.ns)
+
+
+def tiles_of(problem: Problem, tile: Tile) -> int:
+    """Output tiles that one rank computes."""
+    return row_tiles(problem, tile) * columns_of(problem, tile) * problem.world
+
+
+def computing_sms(problem: Problem, plan: Plan) -> int:
+    """SMs that multiply: those that do not communicate meanwhile."""
+    return problem.sms if plan.schedule == "none" else problem.sms - plan.comm_sms
+
+
+def block_tiles(problem: Problem, plan: Plan, flags: int) -> int:
+    """Rows of tiles in a block, for each of which a source has one of `flags` flags. A block has four tiles for each
+    communicator, where the shard is so large, lest counting and telling take longer than pushing."""
+    tiles, k_steps = row_tiles(problem, plan.tile), math.ceil(problem.k / plan.tile[2])
+    return max(math.ceil(tiles / flags), min(tiles, math.ceil(4 * plan.comm_sms / k_steps)))
+
+
+def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` cannot run `problem`, naming the legal values; None if it can. Planner and launch both ask here."""
+    if plan.mechanism != "tma":
+        return f"plan.mechanism={plan.mechanism!r}: all_gather_matmul has 'tma'"
+    if plan.schedule not in SCHEDULES:
+        return f"plan.schedule={plan.schedule!r}: all_gather_matmul has {', '.join(map(repr, SCHEDULES))}"
+    most = problem.sms if plan.schedule == "none" else problem.sms - 1
+    if problem.world == 1:
+        if plan.comm_sms != 0:
+            return f"plan.comm_sms={plan.comm_sms}: a world of one has 0, as there is nobody to send to"
+    elif most < 1:
+        return f"plan.schedule={plan.schedule!r} needs 2 SMs, one to communicate and one to multiply; 'none' would do with 1"
+    elif not 1 <= plan.comm_sms <= most:
+        return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 1 to {most} with {problem.sms} SMs"
+    return core.untileable(plan, 2, hardware) or core.unshareable(_alone(problem, plan), plan)
+
+
+def _alone(problem: Problem, plan: Plan) -> core.Problem:
+    """The matmul of one rank with as many tiles, on the SMs that multiply."""
+    m = row_tiles(problem, plan.tile) * problem.world * plan.tile[0]
+    n = columns_of(problem, plan.tile) * plan.tile[1]
+    return core.Problem(m, n, problem.k, 1, 2, computing_sms(problem, plan), linked=False)
+
+
+def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
+    """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles.
+
+    In the schedule "none" communication and computation follow one another.
+    """
+    sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan.tile)
+    compute = tiling.compute_us(tiles, max(problem.k, 64), plan.split, sms)
+    m, n = problem.rows * problem.world, sum(problem.ns)
+    share = min(sms, tiles) / hardware.sms
+    memory = hardware.launch_us + 2 * ((m + n) * problem.k + m * n) / (hardware.memory_gbs * share * 1e3)
+    if problem.world == 1:
+        return max(compute, memory)
+    rate = plan.comm_sms * SM_GBS
+    sent = 2 * problem.rows * problem.k * (problem.world - 1)
+    send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
+    multiply = max(compute, memory)
+    return (multiply + send if plan.schedule == "none" else max(multiply, send)) + hardware.sync_us
+
+
+def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
+    """All plans of the default schedule that can run `problem`, each with its predicted microseconds, the fastest first,
+    of equals the one with the fewest communicators."""
+    schedule = "inter_sm" if problem.sms > 1 or problem.world == 1 else "none"
+    found = []
+    for comm_sms in COMM_SMS if problem.world > 1 else (0,):
+        for tiling in TILINGS:
+            for split in SPLITS:
+                plan = Plan("tma", schedule, tiling.tile, tiling.stages, split, comm_sms)
+                tiles, sms = tiles_of(problem, tiling.tile), computing_sms(problem, plan)
+                idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
+                if not idle and not unsupported(problem, plan, hardware):
+                    found.append((predict_us(problem, plan, tiling, hardware), plan))
+    return sorted(found, key=lambda each: each[0])
+
+
+def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
+    """The fastest supported plan by the cost model."""
+    cost, plan = candidates(problem, hardware)[0]
+    if problem.world == 1:
+        way = "one rank, so nothing is gathered: a plain matmul"
+    elif plan.schedule == "none":
+        way = "one SM cannot communicate while it multiplies: the gather first, then the matmul"
+    else:
+        way = (
+            "a gathered tile is read by a whole row of tiles, so SMs that only communicate fetch it once "
+            f"(inter-SM, TMA push by {plan.comm_sms} of {problem.sms} SMs)"
+        )
+    tiles = tiles_of(problem, plan.tile)
+    count = "1 tile" if tiles == 1 else f"{tiles} tiles"
+    last = f", those of the last wave shared by {plan.split} each," if plan.split > 1 else ""
+    on = computing_sms(problem, plan)
+    reason = f"{way}; {count} of {plan.tile[0]} x {plan.tile[1]}{last} on {on} SMs is the cheapest tiling"
+    return replace(plan, predicted_us=round(cost, 1), reason=reason)

@@ -1,0 +1,78 @@
+"""Tiles: the sizes that kernels and planner agree on, and what each configuration was measured to take.
+
+`tilings.json` is made by `python -m tileweave.bench.fit` from a sweep over shapes; TILINGS holds it.
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+
+from tileweave.planner.hardware import H200, Hardware
+
+GROUP_ROWS = 8  # tile rows that a wave walks together, so that its operands stay in L2
+WARPS = 4  # of a multiplier
+PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
+BARRIER_BYTES = 1024  # of a CTA's shared memory: mbarriers, and what the compiler keeps for warp partitions
+Tile = tuple[int, int, int]
+
+
+def part_rows(tile: Tile) -> int:
+    """Rows of a multiplier, hence of a message: a tile of more than 64 rows has two multipliers."""
+    return tile[0] // 2 if tile[0] > 64 else tile[0]
+
+
+def ring_bytes(tile: Tile, stages: int) -> int:
+    """Shared memory of the operand ring, of 16-bit elements."""
+    return stages * (tile[0] + tile[1]) * tile[2] * 2
+
+
+def part_buffers(tile: Tile, stages: int, message_bytes: int, hardware: Hardware = H200) -> int:
+    """Buffers for finished parts of each multiplier: as many as it has parts, or the power of two that fits beside the
+    operand ring; 0 if none does."""
+    free = hardware.shared_bytes - BARRIER_BYTES - ring_bytes(tile, stages)
+    fits = min(free // (tile[0] * PART_BYTES), tile[1] * message_bytes // PART_BYTES)
+    return 1 << fits.bit_length() - 1 if fits > 0 else 0
+
+
+def tiles_of(rows: int, n: int, world: int, tile: Tile) -> int:
+    """Output tiles that one rank computes: no tile spans the rows of two owners."""
+    return math.ceil(rows / tile[0]) * math.ceil(n / tile[1]) * world
+
+
+def whole_tiles(tiles: int, sms: int, split: int) -> int:
+    """How many tiles a CTA each computes alone; the others, the last wave, are shared by `split` CTAs each."""
+    return tiles if split == 1 else tiles // sms * sms
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A tile configuration, and what it takes on a CTA in microseconds: a launch, a K step, a tile's beginning and end,
+    the exchange of a tile that several CTAs share. Fitted to measurements on all SMs of an H200."""
+
+    tile: Tile
+    stages: int
+    launch_us: float
+    step_us: float
+    tile_us: float
+    share_us: float
+
+    def compute_us(self, tiles: int, k: int, split: int, sms: int) -> float:
+        """Predicted time of a grid on `sms` SMs that computes `tiles` tiles of inner dimension `k`, operands at hand."""
+        launch, steps, ends, shares = work_of(tiles, math.ceil(k / self.tile[2]), split, sms)
+        return self.launch_us * launch + self.step_us * steps + self.tile_us * ends + self.share_us * shares
+
+
+def work_of(tiles: int, k_steps: int, split: int, sms: int) -> tuple[int, int, int, int]:
+    """Launches, K steps, tile ends and exchanges of the CTA that has most to do."""
+    alone = whole_tiles(tiles, sms, split)
+    waves, shared = math.ceil(alone / sms), int(tiles > alone)
+    return 1, waves * k_steps + shared * math.ceil(k_steps / split), waves + shared, shared
+
+
+def _load() -> tuple[Tiling, ...]:
+    table = json.loads((files("tileweave.planner") / "tilings.json").read_text())
+    return tuple(Tiling(**{**each, "tile": tuple(each["tile"])}) for each in table["tilings"])
+
+
+TILINGS = _load()
