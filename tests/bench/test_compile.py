@@ -22,7 +22,7 @@ def tiles(dtype=torch.bfloat16):
 
 
 def test_a_report():
-    found = compile_report(copy_kernel, (tiles(), tiles(), 4, 3, True), num_warps=4)
+    found = compile_report(copy_kernel, (tiles(), tiles(), 4, 3, True, 1), num_warps=4)
     assert (found["target"], found["stack"], found["STL"], found["LDL"]) == ("sm_90a", 0, 0, 0)
     assert found["UTMALDG"] >= 1 and found["UTMASTG"] >= 1 and found["UTMAREDG"] == found["HGMMA"] == 0
     assert 3 * 64 * 64 * 2 <= found["shared"] < 3 * 64 * 64 * 2 + 1024
@@ -37,9 +37,9 @@ def test_a_number_that_is_1_is_a_constant_unless_it_must_not_be():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((tiles(), tiles(), 4), r"args: copy_kernel takes 5 \(source, out, tiles, STAGES, BY_TMA\), got 3"),
-        ((tiles(), "out", 4, 3, True), "out: expected a tensor, a TensorDescriptor or a number, got str"),
-        ((torch.empty(1, dtype=torch.int64), tiles(), 4, 3, True), "source: expected a tensor of one of .*int64"),
+        ((tiles(), tiles(), 4), r"args: copy_kernel takes 6 \(source, out, tiles, STAGES, BY_TMA, CONSUMERS\), got 3"),
+        ((tiles(), "out", 4, 3, True, 1), "out: expected a tensor, a TensorDescriptor or a number, got str"),
+        ((torch.empty(1, dtype=torch.int64), tiles(), 4, 3, True, 1), "source: expected a tensor of one of .*int64"),
     ],
 )
 def test_what_is_no_argument(args, message):
@@ -82,4 +82,4 @@ def test_what_the_emulator_takes_and_the_compiler_refuses(what, tmp_path):
 
 def test_warps_are_a_power_of_two():
     with pytest.raises(AssertionError, match="power of 2"):
-        compile_report(copy_kernel, (tiles(), tiles(), 4, 3, True), num_warps=6)
+        compile_report(copy_kernel, (tiles(), tiles(), 4, 3, True, 1), num_warps=6)

@@ -28,35 +28,53 @@ def fill(work):
     ROWS: gl.constexpr = work.source.block_shape[0]
     COLS: gl.constexpr = work.source.block_shape[1]
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    at = work.ring.start()
     for n in range(work.tiles):
-        buf = work.bufs.index(work.ring.slot(n))
-        work.ring.producer_wait(n)
+        buf = work.bufs.index(at.slot)
+        work.ring.producer_wait(at)
         if work.BY_TMA:
-            gl.mbarrier_expect(work.ring.ready_at(n), ROWS * COLS * 2)
-            gl.tma_load(work.source, [n * ROWS, 0], work.ring.ready_at(n), buf)
+            gl.mbarrier_expect(work.ring.ready_at(at), ROWS * COLS * 2)
+            gl.tma_load(work.source, [n * ROWS, 0], work.ring.ready_at(at), buf)
         else:
             buf.store(gl.full([ROWS, COLS], 1.0, gl.bfloat16, L) * n)
             gl.fence_async_shared()
-            work.ring.publish(n)
+            work.ring.publish(at)
+        at = work.ring.next(at)
 
 
 @gl.jit
-def drain(work):
-    """Consumer: TMA stores of what has come."""
+def drain(work, NUMBER: gl.constexpr):
+    """Consumer number NUMBER: TMA stores of what has come to a result of its own."""
     ROWS: gl.constexpr = work.source.block_shape[0]
+    at = work.ring.start()
     for n in range(work.tiles):
-        work.ring.consumer_wait(n)
-        gl.tma_store(work.out, [n * ROWS, 0], work.bufs.index(work.ring.slot(n)))
+        work.ring.consumer_wait(at)
+        gl.tma_store(work.out, [(NUMBER * work.tiles + n) * ROWS, 0], work.bufs.index(at.slot))
         gl.store_read_wait(0)
-        work.ring.release(n)
+        work.ring.release(at)
+        at = work.ring.next(at)
 
 
 @gl.jit
-def copy_kernel(source, out, tiles, STAGES: gl.constexpr, BY_TMA: gl.constexpr):
-    """`tiles` tiles of `source`, or of their own numbers, to `out`. One CTA."""
+def copy_kernel(source, out, tiles, STAGES: gl.constexpr, BY_TMA: gl.constexpr, CONSUMERS: gl.constexpr):
+    """`tiles` tiles of `source`, or of their own numbers, to `out`, CONSUMERS times, one below the other. One CTA."""
     bufs = gl.allocate_shared_memory(source.dtype, [STAGES] + source.block_shape, source.layout)
-    work = Copy(make_channel(STAGES), bufs, source, out, tiles, BY_TMA)
-    gl.warp_specialize([(drain, (work,)), (fill, (work,))], [1], [40])
+    work = Copy(make_channel(STAGES, CONSUMERS), bufs, source, out, tiles, BY_TMA)
+    if CONSUMERS == 1:
+        gl.warp_specialize([(drain, (work, 0)), (fill, (work,))], [1], [40])
+    else:
+        gl.warp_specialize([(drain, (work, 0)), (drain, (work, 1)), (fill, (work,))], [4, 1], [40, 40])
+
+
+@gl.jit
+def places_kernel(out, uses, STAGES: gl.constexpr):
+    """out[n] = (slot, parity) of the n-th use of a ring. One CTA."""
+    ring = make_channel(STAGES, 1)
+    at = ring.start()
+    for n in range(uses):
+        gl.store(out + 2 * n, at.slot)
+        gl.store(out + 2 * n + 1, at.parity)
+        at = ring.next(at)
 
 
 @gl.jit
