@@ -112,14 +112,14 @@ def untileable(plan: Plan, message_bytes: int, hardware: Hardware = H200) -> str
 def unshareable(problem: Problem, plan: Plan) -> str | None:
     """Why `plan.split` CTAs cannot share the tiles of the last wave, naming the legal values; None if they can."""
     tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
-    shared = tiles - whole_tiles(tiles, problem.sms, plan.split)
-    if 1 <= plan.split <= MAX_SPLIT and shared * plan.split <= problem.sms:
-        return None
+    k_steps = max(-(-problem.k // plan.tile[2]), 1)  # a share has one at least
     last = tiles % problem.sms
-    most = min(MAX_SPLIT, problem.sms // last) if last else MAX_SPLIT
+    most = min(MAX_SPLIT, k_steps, problem.sms // last if last else MAX_SPLIT)
+    if 1 <= plan.split <= most:
+        return None
     return (
-        f"plan.split={plan.split}: expected 1 to {most}, as the last wave has {last} of {tiles} tiles "
-        f"and there are {problem.sms} SMs"
+        f"plan.split={plan.split}: expected 1 to {most}, as the last wave has {last} of {tiles} tiles, "
+        f"there are {problem.sms} SMs, and a tile has {k_steps} K steps"
     )
 
 
