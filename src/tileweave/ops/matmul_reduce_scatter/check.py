@@ -84,7 +84,8 @@ class Agreement(NamedTuple):
         c, plan = self.call, "no fused kernel"
         if self.plan is not None:
             tile = "x".join(map(str, self.plan.tile))
-            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages split {self.plan.split}"
+            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
+            plan += f" split {self.plan.split}"
         return (
             f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {c.dtype} -> {c.out_dtype}, op={c.op!r}, bias={c.bias}, "
             f"deterministic={c.deterministic}, max_sms={c.max_sms or None}, {plan}"
