@@ -320,7 +320,8 @@ def give_shares(mm, parts, share, epoch, HALF: gl.constexpr, LAYOUT: gl.constexp
 def take_shares(mm, part, j, share, met, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """`part` plus the others' shares of it, in an order that depends on no timing; NaN unless all have come."""
     for i in range(1, mm.split):
-        cta = first_unit(mm) - share + (share + i) % mm.split
+        others = first_unit(mm) - share + (share + i) % mm.split
+        cta = gl.where(met, others, first_unit(mm))  # not met: what nobody writes, as others may still be storing
         part += gl.load(scratch_at(mm, cta, HALF, j, LAYOUT))
     return part + gl.where(met, 0.0, float("nan"))
 
