@@ -36,7 +36,9 @@ STORE = "gl.store_async(work.slots, owner, [slot * flags.world + flags.rank, row
 ADD = "gl.store_add_async(work.slots, owner, [slot, row, col], buf)"
 Edits = dict[str, list[tuple[str, str]]]
 EDITS: dict[str, Edits] = {
-    "stores local": {KERNEL: [(STORE, STORE.replace("owner", "flags.rank")), (ADD, ADD.replace("owner", "flags.rank"))]},
+    "stores local": {
+        KERNEL: [(STORE, STORE.replace("owner", "flags.rank")), (ADD, ADD.replace("owner", "flags.rank"))]
+    },
     "flags off": {
         KERNEL: [
             ("met = gl.wait_all(work.flags, 0, work.flags.world, epoch, skip=owner)", "met = epoch == epoch"),

@@ -2,7 +2,7 @@
 
 Writes src/tileweave/planner/tilings.json: for each tile configuration of the sweep what a launch, a K step, a tile's ends and an
 exchange take, by least squares of relative errors. Calls that device memory bounds say nothing of these and are left out.
-Prints how far the fit is from the measurements, and how far the plan it chooses is from the best one measured.
+Few calls of a sweep are bound by exchanges, so one is taken to be near EXCHANGE_US unless they say otherwise. Prints how far the fit is from the measurements, and how far the plan it chooses is from the best one measured.
 """
 
 import argparse
@@ -13,22 +13,26 @@ from pathlib import Path
 import numpy as np
 
 from tileweave.planner.hardware import H200
-from tileweave.planner.tiling import Tiling, tiles_of, work_of
+from tileweave.planner.tiling import SLOWING, Tiling, operand_bytes, tiles_of, work_of
 
+EXCHANGE_US = 6.0  # of two CTAs with 128 x 128 tiles at 1024^3, beyond the K steps saved
+FEWEST = 3  # points that a configuration needs
 TABLE = Path(__file__).parents[1] / "planner/tilings.json"
 
 
 def points(row: dict) -> list[tuple[str, int, tuple, float, float]]:
     """Of one shape: tiling, split, work of a CTA, microseconds, and microseconds that device memory takes at least."""
     m, n, k = row["m"], row["n"], row["k"]
-    memory = 2 * (m * k + n * k + m * n) / (H200.memory_gbs * 1e3)
     found = []
     for name, (median, _, _) in row["us"].items():
         if name == "cublas":
             continue
         size, stages, split = name.split("/")
         bm, bn = map(int, size.split("x"))
-        work = work_of(tiles_of(m, n, 1, (bm, bn, 64)), -(-k // 64), int(split), H200.sms)
+        tile = (bm, bn, 64)
+        work = work_of(tiles_of(m, n, 1, tile), -(-k // 64), int(split), H200.sms)
+        moved = operand_bytes(m, n, k, tile, H200.sms) + 2 * m * n
+        memory = H200.launch_us + moved / (H200.memory_gbs * 1e3)
         found.append((f"{size}/{stages}", int(split), work, median, memory))
     return found
 
@@ -50,13 +54,18 @@ def fitted(rows: list[dict]) -> list[Tiling]:
     by_tiling: dict[str, list] = {}
     for row in rows:
         for name, _, work, us, memory in points(row):
-            if memory < 0.8 * us:
-                by_tiling.setdefault(name, []).append(np.array(work) / us)
+            compute = us - SLOWING * memory
+            if memory < 0.8 * compute:
+                by_tiling.setdefault(name, []).append(np.array(work) / compute)
     found = []
     for name, relative in by_tiling.items():
+        if len(relative) < FEWEST:
+            print(f"{name}: left out, {len(relative)} points")
+            continue
         size, stages = name.split("/")
         bm, bn = map(int, size.split("x"))
-        costs = [round(float(c), 4) for c in nonnegative(np.array(relative))]
+        prior = np.array([0.0, 0.0, 0.0, 1.0 / EXCHANGE_US])
+        costs = [round(float(c), 4) for c in nonnegative(np.array([*relative, prior]))]
         error = statistics.median(abs(np.array(relative) @ costs - 1))
         print(f"{name}: launch, step, tile, share = {costs} us; median error {100 * error:.1f}% of {len(relative)}")
         found.append(Tiling((bm, bn, 64), int(stages), *costs))

@@ -116,9 +116,15 @@ def main() -> None:
             row = measure(*shape, order == "NK", plans, options.rounds)
             rows.append(row)
             cublas = row["us"]["cublas"][0]
-            ratios = sorted(((cublas / us[0], name) for name, us in row["us"].items() if name != "cublas"), reverse=True)
+            ratios = sorted(
+                ((cublas / us[0], name) for name, us in row["us"].items() if name != "cublas"), reverse=True
+            )
             told = "  ".join(f"{name} {ratio:.3f}" for ratio, name in ratios[:4])
-            print("{} {} x {} x {}".format(*shape), f"b {row['b']}: cublas {cublas:.1f} us; speed over it: {told}", flush=True)
+            print(
+                "{} {} x {} x {}".format(*shape),
+                f"b {row['b']}: cublas {cublas:.1f} us; speed over it: {told}",
+                flush=True,
+            )
         if options.json:
             options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
 

@@ -15,8 +15,9 @@ class Hardware:
     launch_us: float
     sync_us: float  # a flag from one GPU to another, with the wait
     shared_bytes: int  # shared memory a CTA can have
+    l2_bytes: int
 
 
 # One H200: matmul at 4096^3 and device memory measured by us; link: TMA put of 16 KB tiles from 16 SMs between two
 # H200s over 18 NVLinks, measured by us; launch and flag latency are estimates.
-H200 = Hardware("h200", 132, 725.0, 4300.0, 350.0, 5.0, 3.0, 227 * 1024)
+H200 = Hardware("h200", 132, 725.0, 4300.0, 350.0, 3.0, 3.0, 227 * 1024, 50 << 20)

@@ -9,6 +9,8 @@ from tileweave.planner.tiling import (
     PART_BYTES,
     TILINGS,
     Tiling,
+    operand_bytes,
+    overlapped,
     part_buffers,
     ring_bytes,
     tiles_of,
@@ -127,13 +129,13 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles."""
     tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
     compute = tiling.compute_us(tiles, max(problem.k, 64), plan.split, problem.sms)
-    operands = (problem.m + problem.n) * problem.k * 2
-    share = min(problem.sms, tiles) / hardware.sms
-    memory = (operands + problem.m * problem.n * problem.message_bytes) / (hardware.memory_gbs * share * 1e3)
+    moved = operand_bytes(problem.m, problem.n, problem.k, plan.tile, problem.sms, hardware)
+    moved += problem.m * problem.n * problem.message_bytes
+    memory = hardware.launch_us + moved / (hardware.memory_gbs * 1e3 * problem.sms / hardware.sms)
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
-    link = sent / (hardware.link_gbs * 1e3) if problem.linked else 0.0
+    link = hardware.launch_us + sent / (hardware.link_gbs * 1e3) if problem.linked else 0.0
     sync = hardware.sync_us if problem.world > 1 else 0.0
-    return max(compute, hardware.launch_us + memory, hardware.launch_us + link) + sync
+    return max(overlapped(compute, memory), link) + sync
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:

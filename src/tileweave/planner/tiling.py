@@ -14,6 +14,7 @@ GROUP_ROWS = 8  # tile rows that a wave walks together, so that its operands sta
 WARPS = 4  # of a multiplier
 PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
 BARRIER_BYTES = 1024  # of a CTA's shared memory: mbarriers, and what the compiler keeps for warp partitions
+SLOWING = 0.2  # of what bounds a kernel by what does not
 Tile = tuple[int, int, int]
 
 
@@ -68,6 +69,24 @@ def work_of(tiles: int, k_steps: int, split: int, sms: int) -> tuple[int, int, i
     alone = whole_tiles(tiles, sms, split)
     waves, shared = math.ceil(alone / sms), int(tiles > alone)
     return 1, waves * k_steps + shared * math.ceil(k_steps / split), waves + shared, shared
+
+
+def operand_bytes(m: int, n: int, k: int, tile: Tile, sms: int, hardware: Hardware = H200) -> float:
+    """Bytes of 16-bit operands that a grid on `sms` SMs reads from device memory: a wave of tiles, GROUP_ROWS high, reads
+    its rows of A and columns of B once, the next wave again unless all fit in this grid's part of L2."""
+    once = 2.0 * k * (m + n)
+    if once < 0.6 * hardware.l2_bytes * sms / hardware.sms:
+        return once
+    rows, columns = math.ceil(m / tile[0]), math.ceil(n / tile[1])
+    at_once = min(sms, rows * columns)
+    high = min(GROUP_ROWS, rows)
+    wide = min(math.ceil(at_once / high), columns)
+    return max(once, rows * columns / at_once * 2.0 * k * (high * tile[0] + wide * tile[1]))
+
+
+def overlapped(compute_us: float, memory_us: float) -> float:
+    """Time of two things at once, each of which slows the other a little."""
+    return max(compute_us, memory_us) + SLOWING * min(compute_us, memory_us)
 
 
 def _load() -> tuple[Tiling, ...]:
