@@ -1,7 +1,7 @@
 """What each part of the protocol of matmul_reduce_scatter costs. `python -m tileweave.bench.ablations`
 
-Virtual ranks, as in bench/matmul_reduce_scatter.py. Each contender is the op's own kernel with one thing taken out or done
-otherwise, by an edit of its source; results are then wrong, or right by luck, and are not looked at:
+Virtual ranks, as in bench/matmul_reduce_scatter.py. Each contender is the op's own kernel with one thing taken out or
+done otherwise, by an edit of its source; results are then wrong, or right by luck, and are not looked at:
 
     op              as it is, adding (or storing, where two ranks make that the same)
     deterministic   stores into a place per source instead of adds

@@ -1,8 +1,8 @@
 """From a sweep to the planner's table. `python -m tileweave.bench.fit docs/figures/matmul_sweep_1xH200.json`
 
-Writes src/tileweave/planner/tilings.json: for each tile configuration of the sweep what a launch, a K step, a tile's ends and an
-exchange take, by least squares of relative errors. Calls that device memory bounds say nothing of these and are left out.
-Few calls of a sweep are bound by exchanges, so one is taken to be near EXCHANGE_US unless they say otherwise. Prints how far the fit is from the measurements, and how far the plan it chooses is from the best one measured.
+Writes planner/tilings.json: for each tile configuration of the sweep what a launch, a K step, a tile's ends and an
+exchange take, by least squares of relative errors. Calls that device memory bounds say nothing of these and are left
+out. Few calls of a sweep are bound by exchanges, so one is taken to be near EXCHANGE_US unless they say otherwise.
 """
 
 import argparse

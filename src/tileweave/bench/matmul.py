@@ -1,8 +1,8 @@
 """The matmul core beside cuBLAS on one GPU. `python -m tileweave.bench.matmul`
 
-The core is matmul_reduce_scatter in a world of one, which is a plain matmul. Contenders are CUDA graphs of several calls
-each, interleaved; successive calls take other operands, so that together they exceed the L2 cache several times over:
-weights come from device memory, as they do in a model. Before timing, each result is checked against float32.
+The core is matmul_reduce_scatter in a world of one, which is a plain matmul. Contenders are CUDA graphs of several
+calls each, interleaved; successive calls take other operands, so that together they exceed the L2 cache several times
+over: weights come from device memory, as they do in a model. Before timing, each result is checked against float32.
 
     --sweep     time all tile configurations, not the planner's choice alone: what planner/tilings.json is made from
     --only TEXT shapes whose name contains TEXT
@@ -35,7 +35,7 @@ ROUND_MS = 1.0  # of work per contender and round, at least
 
 
 def operands(m: int, n: int, k: int, transposed: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Random operand pairs, enough for calls to find none of theirs in L2. `transposed`: b is a Linear's weight.t()."""
+    """Random operand pairs, so many that calls find none of theirs in L2. `transposed`: b is a Linear's weight.t()."""
     copies = max(1, min(64, math.ceil(COLD_BYTES / (2 * k * (m + n)))))
     pairs = []
     for _ in range(copies):
@@ -50,7 +50,7 @@ def captured(call: Callable, pairs: list, calls: int) -> Callable[[], None]:
     call(*pairs[0])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph would collect garbage each time, which takes long
+    with torch.cuda.stream(torch.cuda.Stream()):  # torch.cuda.graph collects garbage first, which takes long
         graph.capture_begin()
         for i in range(calls):
             call(*pairs[i % len(pairs)])
@@ -59,7 +59,7 @@ def captured(call: Callable, pairs: list, calls: int) -> Callable[[], None]:
 
 
 def timed(replays: dict[str, Callable[[], None]], calls: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds of a call: median, lowest and highest over the rounds, each of which replays every contender once."""
+    """Microseconds of a call: median, lowest and highest over rounds that replay every contender once."""
     times = interleaved(replays, rounds, warmup=1)
     return {name: [1e3 * value / calls for value in (t.median, t.low, t.high)] for name, t in times.items()}
 

@@ -25,7 +25,17 @@ from tileweave.emulator.async_words import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from tileweave.emulator.flag_words import ABORT, HEADER_WORDS, RECORD, Flags, barrier_all, signal, signal_all, wait, wait_all
+from tileweave.emulator.flag_words import (
+    ABORT,
+    HEADER_WORDS,
+    RECORD,
+    Flags,
+    barrier_all,
+    signal,
+    signal_all,
+    wait,
+    wait_all,
+)
 from tileweave.emulator.memory_words import (
     all_reduce,
     atomic_add,
@@ -81,13 +91,15 @@ NVMMASharedLayout, MBarrierLayout = lang.NVMMASharedLayout, lang.MBarrierLayout
 
 __all__ = [
     "ABORT", "HEADER_WORDS", "RECORD", "BlockedLayout", "Flags", "MBarrierLayout", "NVMMADistributedLayout",
-    "NVMMASharedLayout", "SliceLayout", "all_reduce", "allocate_shared_memory", "arange", "atomic_add", "atomic_cas",
-    "atomic_max", "atomic_xchg", "barrier", "barrier_all", "bfloat16", "broadcast_async", "cdiv", "columns", "constexpr",
-    "convert_layout", "exp2", "fence_async_shared", "fence_proxy_alias", "fence_proxy_async", "float16", "float32",
-    "full", "grid_dependency_wait", "int1", "int32", "int64", "load", "load_async", "log2", "max", "maximum", "mbarrier_arrive",
-    "mbarrier_expect", "mbarrier_init", "mbarrier_invalidate", "mbarrier_wait", "min", "minimum", "multimem_add",
-    "multimem_load_reduce", "multimem_store", "num_programs", "num_warps", "program_id", "reduce", "reinterpret",
-    "shared_memory_descriptor", "signal", "signal_all", "static_assert", "static_range", "store", "store_add_async",
-    "store_async", "store_read_wait", "store_wait", "sum", "tensor", "tensor_descriptor", "tma_load", "tma_store", "to_tensor",
-    "wait", "wait_all", "warp_specialize", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "where", "zeros",
+    "NVMMASharedLayout", "SliceLayout", "all_reduce", "allocate_shared_memory", "arange", "atomic_add",
+    "atomic_cas", "atomic_max", "atomic_xchg", "barrier", "barrier_all", "bfloat16", "broadcast_async", "cdiv",
+    "columns", "constexpr", "convert_layout", "exp2", "fence_async_shared", "fence_proxy_alias",
+    "fence_proxy_async", "float16", "float32", "full", "grid_dependency_wait", "int1", "int32", "int64", "load",
+    "load_async", "log2", "max", "maximum", "mbarrier_arrive", "mbarrier_expect", "mbarrier_init",
+    "mbarrier_invalidate", "mbarrier_wait", "min", "minimum", "multimem_add", "multimem_load_reduce",
+    "multimem_store", "num_programs", "num_warps", "program_id", "reduce", "reinterpret",
+    "shared_memory_descriptor", "signal", "signal_all", "static_assert", "static_range", "store",
+    "store_add_async", "store_async", "store_read_wait", "store_wait", "sum", "tensor", "tensor_descriptor",
+    "tma_load", "tma_store", "to_tensor", "wait", "wait_all", "warp_specialize", "warpgroup_mma",
+    "warpgroup_mma_init", "warpgroup_mma_wait", "where", "zeros",
 ]  # fmt: skip

@@ -223,7 +223,7 @@ def store_wait(pending, _semantic=None):
 def grid_dependency_wait(_semantic=None):
     """Wait for the stream's earlier kernels, before any access to global memory: what they wrote is seen after it.
 
-    A kernel that says this is launched while the last CTAs of its predecessor end, which saves part of a launch's latency.
+    A kernel that says this is launched while the last CTAs of its predecessor end, which saves part of the latency.
     """
     _asm("griddepcontrol.wait;", _semantic=_semantic)
 
@@ -287,8 +287,8 @@ def signal_all(flags, index, value):
 
 @_builtin
 def _spin(flag, needed, abort, expected, timeout_ns, _semantic=None):
-    """Every thread polls its flag, if it is needed, with acquire loads until it is reached, the group aborted or time is
-    up. 1 where the flag was reached in time, or not needed, and the group has not aborted."""
+    """Every thread polls its flag, if it is needed, with acquire loads until it is reached, the group aborted or time
+    is up. 1 where the flag was reached in time, or not needed, and the group has not aborted."""
     text = """{
         .reg .pred p; .reg .b32 v, a; .reg .b64 t0, t1;
         mov.u32 $0, 1;
@@ -356,12 +356,13 @@ def _give_up(flags, first, count, expected, skip):
 
 @jit
 def wait_all(flags, first, count, expected, skip=-1):
-    """Wait until `count` flags of this rank, from index `first` on, have reached `expected`: an acquire at system scope by
-    the whole partition. Flag `skip` is not waited for. The threads poll a flag each, so this takes as long as one `wait`.
+    """Wait until `count` flags of this rank, from index `first` on, have reached `expected`: an acquire at system scope
+    by the whole partition. Flag `skip` is not waited for. Threads poll a flag each, so this takes as long as `wait`.
 
-    Returns whether they have. When `flags.timeout_us` pass first, the first waiter records (index, expected, seen, rank)
-    in every rank's block and raises every rank's abort word; from then on every wait fails at once, also one whose flag
-    is there, and tells its host. A TMA access to memory that a flag covers needs `fence_proxy_async` after this.
+    Returns whether they have. When `flags.timeout_us` pass first, the first waiter records (index, expected, seen,
+    rank) in every rank's block and raises every rank's abort word; from then on every wait fails at once, also one
+    whose flag is there, and tells its host. A TMA access to memory that a flag covers needs `fence_proxy_async` after
+    this.
     """
     LANES: constexpr = 32 * num_warps()
     lane = arange(0, LANES, BlockedLayout([1], [32], [num_warps()], [0]))

@@ -6,10 +6,11 @@ WORDS = (
     "bfloat16", "float32", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout",
     "MBarrierLayout",
     # structure
-    "grid_dependency_wait", "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv", "warp_specialize", "barrier",
+    "grid_dependency_wait", "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv",
+    "warp_specialize", "barrier",
     # tiles in registers
-    "arange", "zeros", "full", "where", "maximum", "minimum", "max", "min", "sum", "exp2", "log2", "convert_layout", "to_tensor",
-    "columns",
+    "arange", "zeros", "full", "where", "maximum", "minimum", "max", "min", "sum", "exp2", "log2",
+    "convert_layout", "to_tensor", "columns",
     # memory
     "load", "store", "atomic_add", "atomic_cas", "atomic_max", "atomic_xchg", "allocate_shared_memory",
     "reinterpret",
@@ -18,8 +19,9 @@ WORDS = (
     "fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "tma_load", "tma_store",
     # communication primitives
     "load_async", "store_async", "store_add_async", "broadcast_async", "store_read_wait", "store_wait",
-    "fence_proxy_async", "Flags", "ABORT", "RECORD", "HEADER_WORDS", "signal", "signal_all", "wait", "wait_all", "barrier_all",
-    "reduce", "all_reduce", "multimem_load_reduce", "multimem_store", "multimem_add", "fence_proxy_alias",
+    "fence_proxy_async", "Flags", "ABORT", "RECORD", "HEADER_WORDS", "signal", "signal_all", "wait", "wait_all",
+    "barrier_all", "reduce", "all_reduce", "multimem_load_reduce", "multimem_store", "multimem_add",
+    "fence_proxy_alias",
 )  # fmt: skip
 
 HOST = ("jit", "aggregate", "constexpr_function", "TensorDescriptor", "REPORT")

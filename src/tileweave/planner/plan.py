@@ -45,7 +45,8 @@ class Plan:
     """How a fused call runs.
 
     mechanism: "tma"; schedule: "intra_sm"; tile: (rows, columns, K step) of a CTA; stages: depth of the operand ring;
-    split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate; predicted_us: microseconds by the cost model, None for a plan made by hand.
+    split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate; predicted_us: microseconds by
+    the cost model, None for a plan made by hand.
     """
 
     mechanism: str = "tma"

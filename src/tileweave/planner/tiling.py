@@ -29,8 +29,8 @@ def ring_bytes(tile: Tile, stages: int) -> int:
 
 
 def part_buffers(tile: Tile, stages: int, message_bytes: int, hardware: Hardware = H200) -> int:
-    """Buffers for finished parts of each multiplier: as many as it has parts, or the power of two that fits beside the
-    operand ring; 0 if none does."""
+    """Buffers for finished parts of each multiplier: as many as it has parts, or the power of two that fits beside
+    the operand ring; 0 if none does."""
     free = hardware.shared_bytes - BARRIER_BYTES - ring_bytes(tile, stages)
     fits = min(free // (tile[0] * PART_BYTES), tile[1] * message_bytes // PART_BYTES)
     return 1 << fits.bit_length() - 1 if fits > 0 else 0
@@ -59,7 +59,7 @@ class Tiling:
     share_us: float
 
     def compute_us(self, tiles: int, k: int, split: int, sms: int) -> float:
-        """Predicted time of a grid on `sms` SMs that computes `tiles` tiles of inner dimension `k`, operands at hand."""
+        """Predicted time of `tiles` tiles of inner dimension `k` on `sms` SMs, operands at hand."""
         launch, steps, ends, shares = work_of(tiles, math.ceil(k / self.tile[2]), split, sms)
         return self.launch_us * launch + self.step_us * steps + self.tile_us * ends + self.share_us * shares
 
@@ -72,8 +72,8 @@ def work_of(tiles: int, k_steps: int, split: int, sms: int) -> tuple[int, int, i
 
 
 def operand_bytes(m: int, n: int, k: int, tile: Tile, sms: int, hardware: Hardware = H200) -> float:
-    """Bytes of 16-bit operands that a grid on `sms` SMs reads from device memory: a wave of tiles, GROUP_ROWS high, reads
-    its rows of A and columns of B once, the next wave again unless all fit in this grid's part of L2."""
+    """Bytes of 16-bit operands that a grid on `sms` SMs reads from device memory: a wave of tiles, GROUP_ROWS high,
+    reads its rows of A and columns of B once, the next wave again unless all fit in this grid's part of L2."""
     once = 2.0 * k * (m + n)
     if once < 0.6 * hardware.l2_bytes * sms / hardware.sms:
         return once
