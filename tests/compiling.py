@@ -11,12 +11,14 @@ import sys
 
 import torch
 
+from tests.compiling_variants import tiling_name
 from tileweave import Plan
 from tileweave.bench.compile import compile_report
 from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel, Fabric
 from tileweave.ops.descriptors import describe
 from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
+from tileweave.planner.tiling import TILINGS
 
 
 def meta(*shape, dtype=torch.bfloat16):
@@ -99,17 +101,22 @@ VARIANTS = {
     "one rank": lambda: reduce_scatter(world=1),
     "eight ranks": lambda: reduce_scatter(world=8, bias=False),
     "slots beyond 2**31 elements": lambda: reduce_scatter(rows=(1 << 16) + 1000, n=1 << 15),
+    "one rank, shared tiles": lambda: reduce_scatter(world=1, plan=Plan(tile=(128, 128, 64), stages=4, split=4)),
+    "deterministic, shared tiles": lambda: reduce_scatter(
+        deterministic=True, plan=Plan(tile=(128, 128, 64), stages=4, split=2)
+    ),
+    "float32 result, shared tiles": lambda: reduce_scatter(
+        out=torch.float32, plan=Plan(tile=(128, 128, 64), stages=4, split=2)
+    ),
+    "average, a transposed, b not, shared tiles": lambda: reduce_scatter(
+        transposed=(True, False), op="avg", plan=Plan(tile=(128, 256, 64), stages=4, split=2)
+    ),
     **{
-        f"tile {tile}, {stages} stages": lambda tile=tile, stages=stages: reduce_scatter(
-            plan=Plan(tile=tile, stages=stages)
+        tiling_name(tiling, split): lambda tiling=tiling, split=split: reduce_scatter(
+            plan=Plan(tile=tiling.tile, stages=tiling.stages, split=split), rows=128, n=512
         )
-        for tile, stages in (
-            ((128, 256, 64), 3),
-            ((256, 128, 64), 3),
-            ((128, 128, 64), 5),
-            ((128, 128, 64), 4),
-            ((128, 64, 64), 6),
-        )
+        for tiling in TILINGS
+        for split in (1, 2)
     },
     "inter-SM all-gather": inter_sm,
     "words": words,

@@ -1,5 +1,13 @@
 """Names of the variants in compiling.py, which only a process with a Triton of its own may import."""
 
+from tileweave.planner.tiling import TILINGS
+
+
+def tiling_name(tiling, split):
+    """The variant that has a tile configuration of the planner, its last wave shared by `split` CTAs a tile."""
+    return f"tile {tiling.tile}, {tiling.stages} stages, split {split}"
+
+
 NAMES = (
     "add",
     "deterministic",
@@ -8,11 +16,11 @@ NAMES = (
     "one rank",
     "eight ranks",
     "slots beyond 2**31 elements",
-    "tile (128, 256, 64), 3 stages",
-    "tile (256, 128, 64), 3 stages",
-    "tile (128, 128, 64), 5 stages",
-    "tile (128, 128, 64), 4 stages",
-    "tile (128, 64, 64), 6 stages",
+    "one rank, shared tiles",
+    "deterministic, shared tiles",
+    "float32 result, shared tiles",
+    "average, a transposed, b not, shared tiles",
+    *(tiling_name(tiling, split) for tiling in TILINGS for split in (1, 2)),
     "inter-SM all-gather",
     "words",
 )

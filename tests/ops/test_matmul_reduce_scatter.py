@@ -7,6 +7,7 @@ import tileweave as tw
 from tests.ops.problems import assert_right, operands, run_calls
 from tileweave import Plan
 from tileweave.fabric import MAX_RANKS
+from tileweave.ops.matmul_reduce_scatter.check import Agreement, Call
 
 SMALL = Plan(tile=(128, 64, 64), stages=2)
 MODES = [False, True]
@@ -57,6 +58,116 @@ def test_five_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_lat
             for _ in range(2):
                 for outs, (a, b, kw) in zip(run_calls(w, calls), calls, strict=True):
                     assert_right(outs, a, b, op=kw.get("op", "sum"), deterministic=kw.get("deterministic", False))
+
+
+# Calls whose last wave's tiles are shared: world, m, n, k, SMs, tile, CTAs that share a tile. Ragged all of them.
+SHARED = [
+    (1, 72, 136, 136, 6, (64, 64, 64), 2),  # one rank, three tiles, all of them shared; tiles of one part
+    (1, 264, 200, 72, 5, (128, 128, 64), 2),  # one whole tile a CTA, then one shared one; K steps of 64 and 8
+    (2, 2 * 72, 72, 200, 8, (64, 128, 64), 2),  # one multiplier
+    (2, 2 * 136, 264, 320, 9, (128, 128, 64), 3),  # foreign tiles whole, own ones in part; more CTAs than parts
+    (3, 3 * 40, 72, 264, 24, (128, 64, 64), 4),  # three of four CTAs finish nothing
+    (3, 3 * 136, 328, 136, 5, (128, 256, 64), 2),
+    (3, 3 * 264, 136, 1032, 8, (256, 64, 64), 2),
+    (5, 5 * 8, 8, 200, 15, (64, 64, 64), 3),
+]
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("world, m, n, k, sms, tile, split", SHARED)
+def test_tiles_of_the_last_wave_that_several_ctas_share(world, m, n, k, sms, tile, split, deterministic):
+    options = dict(deterministic=deterministic, plan=Plan(tile=tile, stages=2, split=split))
+    for seed in range(3):
+        calls = []
+        for i in range(2):
+            a, b, bias = operands(world, m, n, k, seed=10 * seed + i, bias=True)
+            calls.append((a, b, dict(bias=bias)))
+        with tw.virtual_world(world, device="cpu", seed=seed, sms=sms) as w:
+            results = run_calls(w, calls, **options)
+        for outs, (a, b, kw) in zip(results, calls, strict=True):
+            assert_right(outs, a, b, deterministic=deterministic, **kw)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    "dtype, out, op",
+    [(torch.float16, None, "avg"), (torch.bfloat16, torch.float32, "avg"), (torch.float16, None, "sum")],
+)
+def test_shared_tiles_of_other_types_and_means(world, dtype, out, op, deterministic):
+    a, b, bias = operands(world, world * 136, 72, 200, seed=3, dtype=dtype, a_t=True, b_t=False, bias=True)
+    kw = dict(op=op, bias=bias, out_dtype=out)
+    with tw.virtual_world(world, device="cpu", seed=1, sms=6 * world) as w:
+        results = run_calls(
+            w, [(a, b, kw)] * 2, deterministic=deterministic, plan=Plan(tile=(128, 128, 64), stages=2, split=3)
+        )
+    for outs in results:
+        assert outs[0].dtype == (out or dtype)
+        assert_right(outs, a, b, op=op, bias=bias, deterministic=deterministic)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shared_tiles_between_calls_of_other_plans_and_shapes(world, deterministic):
+    """Flags of shares are as old as the last call that shared tiles, and other CTAs shared them."""
+    wide, narrow, tall = (world * 72, 72, 200), (world * 40, 72, 136), (world * 136, 8, 72)
+    plans = [
+        (wide, Plan(tile=(128, 128, 64), stages=2, split=3)),
+        (wide, Plan(tile=(128, 128, 64), stages=2)),
+        (narrow, Plan(tile=(64, 64, 64), stages=3, split=2)),
+        (tall, None),
+        (wide, Plan(tile=(128, 64, 64), stages=2, split=2)),
+        (wide, Plan(tile=(128, 128, 64), stages=2, split=3)),
+    ]
+    calls = []
+    for i, (shape, plan) in enumerate(plans):
+        a, b, bias = operands(world, *shape, seed=i, bias=True)
+        calls.append((a, b, dict(bias=bias, plan=plan)))
+    for seed in range(3):
+        with tw.virtual_world(world, device="cpu", seed=seed, sms=4 * world) as w:
+            results = run_calls(w, calls, deterministic=deterministic)
+        for outs, (a, b, kw) in zip(results, calls, strict=True):
+            assert_right(outs, a, b, bias=kw["bias"], deterministic=deterministic)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_deterministic_results_of_shared_tiles_do_not_depend_on_the_schedule(world):
+    a, b, _ = operands(world, world * 136, 72, 264, seed=7)
+    bits = []
+    for seed in range(6):
+        with tw.virtual_world(world, device="cpu", seed=seed, sms=8 * world) as w:
+            plan = Plan(tile=(128, 128, 64), stages=2, split=4)
+            bits.append(torch.cat(run_calls(w, [(a, b, dict(deterministic=True, plan=plan))])[0]))
+    assert all(torch.equal(bits[0], x) for x in bits[1:])
+
+
+@pytest.mark.parametrize(
+    "k, split, legal",
+    [
+        (320, 0, "expected 1 to 4, as the last wave has 2 of 2 tiles, there are 8 SMs, and a tile has 5 K steps"),
+        (320, 5, "expected 1 to 4"),
+        (136, 4, "expected 1 to 3, as .* and a tile has 3 K steps"),
+        (64, 2, "expected 1 to 1, as .* and a tile has 1 K steps"),
+        (0, 2, "expected 1 to 1"),
+        (2048, -1, "expected 1 to 4"),
+    ],
+)
+def test_a_tile_is_shared_by_no_more_ctas_than_there_are_nor_than_it_has_k_steps(k, split, legal):
+    def rank_program(rank, group):
+        a, b, _ = operands(1, 128, 64, k, seed=0)
+        for call in (tw.matmul_reduce_scatter, lambda *args, **kw: tw.explain("matmul_reduce_scatter", *args, **kw)):
+            with pytest.raises(ValueError, match=rf"plan\.split={split}: {legal}"):
+                call(a[0], b[0], group, plan=Plan(tile=(64, 64, 64), stages=2, split=split))
+        return True
+
+    with tw.virtual_world(2, device="cpu", sms=8) as w:
+        assert w.run(rank_program) == [True, True]
+
+
+def test_ranks_that_disagree_on_the_split_see_it_in_what_they_are_told():
+    call = Call(torch.bfloat16, False, "sum", False, torch.bfloat16, 8, 8, 128, 4, 0)
+    one, two = (str(Agreement(call, Plan(split=split))) for split in (1, 2))
+    assert one != two and "split 2" in two
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -203,7 +314,8 @@ WRONG = [
     (dict(plan=Plan(mechanism="multimem")), ValueError, "'tma'"),
     (dict(plan=Plan(schedule="inter_sm")), ValueError, "'intra_sm'"),
     (dict(plan=Plan(tile=(100, 256, 64))), ValueError, "128 or 256"),
-    (dict(plan=Plan(stages=8)), ValueError, "shared memory"),
+    (dict(plan=Plan(stages=9)), ValueError, "shared memory"),
+    (dict(plan=Plan(tile=(64, 64, 64), split=2)), ValueError, r"plan\.split=2: expected 1 to 1"),
     (dict(out_dtype="float32"), TypeError, r"out_dtype must be a torch\.dtype or None, got str"),
     (dict(max_sms=0), ValueError, "max_sms must be at least 1, or None for all, got 0"),
     (dict(max_sms=2.0), TypeError, "max_sms must be an int or None, got float"),

@@ -6,20 +6,14 @@ the kind of finding: R race, D deadlock, P protocol error, W a wrong result; Non
 be reported.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
 import tileweave as tw
+from tests.ops.mutants import CHANNEL, KERNEL, MATMUL, put_edited
 from tests.ops.problems import assert_right, operands, run_calls
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
-from tileweave.ops.matmul_reduce_scatter import launch
 
-SOURCES = Path(launch.__file__).parents[2]
-KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 
 # What the calls of a schedule are, of tiles that have two parts. The rings wrap within a tile, and CTAs have several.
@@ -175,32 +169,6 @@ MUTANTS_OF_SHARES = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def mutated(monkeypatch, tmp_path):
-    """A function that puts an edited kernel in place of the real one."""
-
-    def apply(file, edits):
-        modules = {}
-        for path in (CHANNEL, MATMUL, KERNEL):
-            text = (SOURCES / path).read_text()
-            for old, new in edits if path == file else ():
-                assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
-                text = text.replace(old, new)
-            for name, module in modules.items():
-                text = text.replace(f"from tileweave.{name} import", f"from {module} import")
-            name = f"mutant_{tmp_path.name}_{Path(path).stem}"
-            target = tmp_path / f"{name}.py"
-            target.write_text(text)
-            spec = importlib.util.spec_from_file_location(name, target)
-            monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
-            spec.loader.exec_module(sys.modules[name])
-            modules[path.removesuffix(".py").replace("/", ".")] = name
-        kernel = sys.modules[modules["ops.matmul_reduce_scatter.kernel"]].matmul_reduce_scatter_kernel
-        monkeypatch.setattr(launch, "matmul_reduce_scatter_kernel", kernel)
-
-    return apply
-
-
 def outcome(seed, world, rows, n, k, sms, tile, split=1):
     """What four calls of all ranks come to under one schedule: R, D, P, W (wrong result) or None.
 
@@ -232,16 +200,16 @@ def judge(problems, expected):
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_an_edit_is_judged_rightly(name, mutated):
+def test_an_edit_is_judged_rightly(name, monkeypatch, tmp_path):
     file, edits, expected = MUTANTS[name]
-    mutated(file, edits)
+    put_edited(file, edits, monkeypatch, tmp_path)
     judge(WHOLE, expected)
 
 
 @pytest.mark.parametrize("name", MUTANTS_OF_SHARES)
-def test_an_edit_of_shared_tiles_is_judged_rightly(name, mutated):
+def test_an_edit_of_shared_tiles_is_judged_rightly(name, monkeypatch, tmp_path):
     file, edits, expected = MUTANTS_OF_SHARES[name]
-    mutated(file, edits)
+    put_edited(file, edits, monkeypatch, tmp_path)
     judge(SHARED, expected)
 
 
