@@ -20,7 +20,9 @@ def filled(text: str, folder: Path) -> str:
 
 def table(figures: dict) -> str:
     """One file's figures as a Markdown table, with the machine they were measured on."""
-    make = _host_time if "us" in figures else _between_gpus if "tflops_per_gpu" in figures["rows"][0] else _virtual
+    row = figures["rows"][0] if "rows" in figures else figures
+    kinds = {"b": _core, "us": _host_time, "ablations_ms": _ablations, "tflops_per_gpu": _between_gpus, "tflops": _virtual}
+    make = next(make for name, make in kinds.items() if name in row)
     m = figures["machine"]
     note = f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}, CUDA {m['cuda']}, {m['date']}."
     return make(figures) + f"\n{note}\n"
@@ -40,6 +42,40 @@ def _virtual(figures: dict) -> str:
         low, high = (1e2 * (r["ms"]["fused"][i] / r["ms"]["local"][0] - 1) for i in (1, 2))
         rows.append([*shape, *rates, f"{r['overhead_percent']:+.1f}% ({low:+.1f} to {high:+.1f})"])
     return _markdown(["ranks", "M x N x K per rank", *names, "fused over local (spread)"], rows)
+
+
+def _core(figures: dict) -> str:
+    rows = []
+    for r in figures["rows"]:
+        times = {name: us for name, us in r["us"].items() if name != "cublas"}
+        best = min(times, key=lambda name: times[name][0])
+        size, stages, split = best.split("/")
+        median, low, high = times[best]
+        cublas = r["us"]["cublas"]
+        rows.append(
+            [
+                f"{r['shape']}",
+                f"{r['m']} x {r['n']} x {r['k']}",
+                r["b"],
+                f"{cublas[0]:.1f} ({cublas[1]:.1f}-{cublas[2]:.1f})",
+                f"{median:.1f} ({low:.1f}-{high:.1f})",
+                f"{size}, {stages} stages" + (f", last wave shared by {split}" if split != "1" else ""),
+                f"{cublas[0] / median:.2f}",
+            ]
+        )
+    head = ["layer of", "M x N x K", "b", "cuBLAS, us", "tileweave, us", "its tiles", "speed over cuBLAS"]
+    return _markdown(head, rows)
+
+
+def _ablations(figures: dict) -> str:
+    names = [name for name in figures["rows"][0]["ablations_ms"] if name != "op"]
+    rows = []
+    for r in figures["rows"]:
+        base, low, high = r["ablations_ms"]["op"]
+        against = [f"{100 * (r['ablations_ms'][name][0] / base - 1):+.1f}%" for name in names]
+        shape = f"{r['world']}", f"{r['m']} x {r['n']} x {r['k_local']}"
+        rows.append([*shape, f"{base:.2f} ({low:.2f}-{high:.2f})", *against])
+    return _markdown(["ranks", "M x N x K per rank", "op, ms", *names], rows)
 
 
 def _between_gpus(figures: dict) -> str:
