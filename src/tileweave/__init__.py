@@ -2,6 +2,7 @@
 
 from tileweave.explain import explain
 from tileweave.fabric import FabricTimeout, check, memory_report, virtual_world
+from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.route import Route
@@ -14,6 +15,7 @@ __all__ = [
     "Route",
     "__version__",
     "all_gather",
+    "all_gather_matmul",
     "all_reduce",
     "all_to_all",
     "check",

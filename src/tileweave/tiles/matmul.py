@@ -398,9 +398,10 @@ def store_role(
 def run_matmul(
     work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
     LOAD_MORE: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr,
-    COMMUNICATE: gl.constexpr,
+    COMMUNICATE: gl.constexpr, REGISTERS: gl.constexpr = 48,
 ):  # fmt: skip
-    """Run the roles. A worker warp's 48 registers do for addresses and waits, a multiplier's 224 for its accumulator."""
+    """Run the roles. A worker warp's 48 REGISTERS do for addresses and waits unless an op has many of them, a multiplier's
+    224 for its accumulator."""
     HALVES: gl.constexpr = work.matmul.HALVES
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
@@ -424,5 +425,5 @@ def run_matmul(
                 (store_role, (work, 1, LOCATE, MEET, STORE, PUBLISH)),
             ],
             [4, 1, 1, 1],
-            [224, 48, 48, 48],
+            [224, REGISTERS, REGISTERS, REGISTERS],
         )

@@ -1,0 +1,163 @@
+"""all_gather_matmul: its contract, and the path of a call, which is decided before anything is launched.
+
+What decides is plain values, the same on all ranks: a rank's strides or addresses have no part in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from tileweave.fabric import MAX_RANKS
+from tileweave.ops.matmul_reduce_scatter.check import DTYPES, Like, Site
+from tileweave.ops.route import Route
+from tileweave.planner import Plan
+from tileweave.planner.all_gather_matmul import Problem, plan_for, unsupported
+
+NAME = "all_gather_matmul"
+MAX_B = 3  # matrices that the kernel has arguments for
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that keeps the contract. rows, k: this rank's shard of A; ns: columns of each B.
+
+    max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has.
+    """
+
+    dtype: torch.dtype
+    bias: bool
+    return_gathered: bool
+    rows: int
+    k: int
+    ns: tuple[int, ...]
+    max_sms: int
+
+    @property
+    def local(self) -> bool:
+        """Whether nothing has to be gathered: each result is empty, or a bias at most."""
+        return self.rows == 0 or self.k == 0 or (sum(self.ns) == 0 and not self.return_gathered)
+
+
+class Agreement(NamedTuple):
+    """What of a call all ranks must agree on."""
+
+    call: Call
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        c, plan = self.call, "no fused kernel"
+        if self.plan is not None:
+            tile = "x".join(map(str, self.plan.tile))
+            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
+            plan += f" {self.plan.comm_sms} communicators"
+        shapes = ", ".join(f"[{c.k}, {n}]" for n in c.ns)
+        return (
+            f"{NAME} of [{c.rows}, {c.k}] @ {shapes} {c.dtype}, bias={c.bias}, return_gathered={c.return_gathered}, "
+            f"max_sms={c.max_sms or None}, {plan}"
+        )
+
+
+def check_kinds(a, b, bias, return_gathered, plan, max_sms, regather) -> None:
+    """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`.
+
+    `b` is a sequence; `bias` one as well, or None.
+    """
+    named = [
+        ("a", a),
+        *((f"b[{i}]", x) for i, x in enumerate(b)),
+        *((f"bias[{i}]", x) for i, x in enumerate(bias or ())),
+    ]
+    for name, x in named:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{NAME}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+    for name, flag in (("return_gathered", return_gathered), ("regather", regather)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{NAME}: {name} must be True or False, got {flag!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+    if max_sms is None:
+        return
+    if not isinstance(max_sms, int) or isinstance(max_sms, bool):
+        raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
+    if not 1 <= max_sms < 2**31:
+        raise ValueError(f"{NAME}: max_sms must be from 1 to 2**31 - 1, or None for all, got {max_sms}")
+
+
+def check(a: Like, b: Sequence[Like], bias: Sequence[Like], return_gathered: bool, max_sms: int) -> Call:
+    """Hold the operator's arguments to the contract; ValueError if they break it."""
+    if not 1 <= len(b) <= MAX_B:
+        raise ValueError(f"{NAME}: b must be a matrix or a list of 1 to {MAX_B}, got {len(b)}")
+    if len(a.shape) != 2:
+        raise ValueError(f"{NAME}: a must be a matrix [M / world, K], got shape {list(a.shape)}")
+    (rows, k), dtype = a.shape, a.dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"{NAME}: a and b must be bfloat16 or float16, got {dtype}")
+    for i, x in enumerate(b):
+        if len(x.shape) != 2 or x.shape[0] != k:
+            raise ValueError(
+                f"{NAME}: a is [{rows}, {k}] and b[{i}] {list(x.shape)}: it must be a matrix [{k}, N], with as many "
+                "rows as a has columns"
+            )
+        if x.dtype != dtype or x.device != a.device:
+            raise ValueError(f"{NAME}: b[{i}] must be {dtype} on {a.device} as a is, got {x.dtype} on {x.device}")
+    if bias and len(bias) != len(b):
+        raise ValueError(f"{NAME}: bias must have one for each of the {len(b)} b, got {len(bias)}")
+    ns = tuple(x.shape[1] for x in b)
+    for i, (x, n) in enumerate(zip(bias, ns, strict=False)):
+        if tuple(x.shape) != (n,) or x.dtype != dtype or x.device != a.device:
+            raise ValueError(
+                f"{NAME}: bias[{i}] must be [{n}] of {dtype} on {a.device}, "
+                f"got {list(x.shape)} of {x.dtype} on {x.device}"
+            )
+    if max_sms < 0:
+        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
+    return Call(dtype, bool(bias), return_gathered, rows, k, ns, max_sms)
+
+
+@lru_cache(maxsize=4096)
+def settle(
+    site: Site, a: Like, b: tuple[Like, ...], bias: tuple[Like, ...], return_gathered, plan: Plan | None, max_sms
+) -> tuple[Call, Route]:
+    """`check`, then `choose`; remembered."""
+    call = check(a, b, bias, return_gathered, max_sms)
+    return call, choose(site, call, a.device, plan)
+
+
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan."""
+    refusal = site.refusal or unaddressable(call)
+    if refusal is None and site.world > MAX_RANKS:
+        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
+    if refusal is None and device.type != site.device.type:
+        refusal = f"a is on {device}, the ranks of this world are on {site.device}"
+    problem = problem_of(site, call)
+    if plan is not None and (why := unsupported(problem, plan)):
+        raise ValueError(f"{NAME}: {why}")
+    if call.local:
+        return Route(NAME, site.backend, False, "there is nothing to gather, nor to launch")
+    if refusal is None and sum(call.ns) == 0:
+        refusal = "the results but for the gathered rows are empty"
+    if refusal:
+        return Route(NAME, "fallback", False, f"{refusal}: the group's all-gather, then torch.matmul")
+    plan = plan or plan_for(problem)
+    return Route(NAME, site.backend, True, plan.reason, plan)
+
+
+def problem_of(site: Site, call: Call) -> Problem:
+    """A call as the planner sees it."""
+    sms = max(site.sms, 1)
+    usable = min(sms, call.max_sms) if call.max_sms else sms
+    return Problem(call.rows, call.ns, call.k, site.world, usable, linked=site.backend == "processes")
+
+
+def unaddressable(call: Call) -> str | None:
+    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
+    for name, size in (*((f"N = {n}", n) for n in call.ns), (f"K = {call.k}", call.k)):
+        if size % 8:
+            return f"{name} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    return None

@@ -1,0 +1,119 @@
+"""all_gather_matmul: what users call."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import forward_ad
+
+from tileweave.fabric import fabric_of, group_name
+from tileweave.ops.all_gather_matmul.check import NAME, check_kinds, settle
+from tileweave.ops.all_gather_matmul.operator import OPERATOR, run
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site, operand_dtype
+from tileweave.ops.route import Route
+from tileweave.planner import Plan
+
+
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor | Sequence[torch.Tensor],
+    group=None,
+    *,
+    bias: torch.Tensor | Sequence[torch.Tensor] | None = None,
+    return_gathered: bool = False,
+    plan: Plan | None = None,
+    max_sms: int | None = None,
+    regather: bool = False,
+) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
+    """The rows of all ranks times this rank's `b`: a matmul that starts with its own rows while the others arrive.
+
+    Args:
+        a: `[M / world, K]`, bfloat16 or float16, any strides; rows in one piece cost no copy. M may be 0.
+        b: `[K, N_local]`, dtype and device of `a`; a transposed weight (`w.t()`) costs no copy. Or a list of one to
+        three
+            such, of any widths (q, k and v projections), which share the gather and the kernel; they cost no copy if
+            they have one stride order. Shapes are the same on every rank.
+        group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
+            virtual world, else torch.distributed's WORLD, else a world of one.
+        bias: `[N_local]`, dtype of `a`, this rank's; for a list of b a list as long.
+        return_gathered: also return the gathered rows.
+        plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "inter_sm", `comm_sms` SMs
+        push
+            this rank's rows to the peers while the others multiply; "intra_sm", they copy them where peers can read,
+            and the peers' multiplying SMs load them from there; "none", first the gather, then the matmul.
+        max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks; None: all that this rank has.
+        regather: what a backward pass needs of the gathered rows, for the gradients of `b`. False: the forward pass
+        keeps
+            them, M x K elements; True: it keeps `a`, and the backward pass gathers once more.
+
+    Returns:
+        `[M, N_local]`, the rows in rank order, or a list of such for a list of b; with `return_gathered` a pair of that
+        and `[M, K]`. Fresh contiguous tensors, ready on the current stream. Products are accumulated in float32.
+
+    Where the fabric or the shape does not allow the fused kernel (`explain` says why) the same is computed by the
+    group's own all-gather and torch.matmul.
+
+    It is the registered operator `torch.ops.tileweave.all_gather_matmul` behind a function that resolves defaults:
+
+    - Gradients of a, b, bias exist, also through the gathered rows. That of `a` is matmul_reduce_scatter of the
+    results'
+      gradients with b^T: a collective, so every rank must run the backward pass, the same inputs must require gradients
+      on all, and the same results take part in the loss. Gradients can be differentiated again.
+    - torch.compile traces it without a graph break, whatever the kind of `group`; M may be dynamic.
+    - A CUDA graph can hold it once it has been called with the same arguments but for the data.
+    - Under torch.autocast float32 operands are cast as those of torch.matmul.
+
+    Raises:
+        ValueError, TypeError: the arguments break the rules above; nothing has been launched.
+        RuntimeError: the group's world is not running, or the workspace would have to grow while a CUDA graph is
+            being captured.
+        FabricTimeout: a peer did not take part within the group's timeout.
+    """
+    many = isinstance(b, (list, tuple))
+    bs, biases = _lists(b, bias)
+    if _is_plain(a, bs, biases):
+        results = run(fabric_of(group, a.device), a, bs, biases, return_gathered, plan, max_sms)
+    else:
+        check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather)
+        text = "" if plan is None else plan.to_json()
+        results = OPERATOR(a, bs, group_name(group), biases, return_gathered, text, max_sms or 0, regather)
+    outs = results[: len(bs)] if many else results[0]
+    return (outs, results[-1]) if return_gathered else outs
+
+
+def route(a, b, group=None, *, bias=None, return_gathered=False, plan=None, max_sms=None, regather=False) -> Route:
+    """What `all_gather_matmul` would do with these arguments; launches nothing, raises what it would raise."""
+    bs, biases = _lists(b, bias)
+    check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather)
+    like = Like.autocast(a), tuple(map(Like.autocast, bs)), tuple(map(Like.autocast, biases))
+    return settle(Site.of(fabric_of(group, a.device)), *like, return_gathered, plan, max_sms or 0)[1]
+
+
+def _lists(b, bias) -> tuple[list, list]:
+    """b and bias as lists. TypeError where one is a list and the other is not."""
+    many = isinstance(b, (list, tuple))
+    if bias is not None and many != isinstance(bias, (list, tuple)):
+        expected, got = ("a list, as b is", "a single one") if many else ("a single one, as b is", "a list")
+        raise TypeError(f"{NAME}: bias must be {expected}, got {got}")
+    if many:
+        return list(b), [] if bias is None else list(bias)
+    return [b], [] if bias is None else [bias]
+
+
+def _is_plain(a, bs, biases) -> bool:
+    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation; see
+    matmul_reduce_scatter."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    graded = torch.is_grad_enabled()
+    return all(
+        type(x) in (torch.Tensor, torch.nn.Parameter)
+        and not (graded and x.requires_grad)
+        and x.layout is torch.strided
+        and operand_dtype(x) == x.dtype
+        for x in (a, *bs, *biases)
+    )

@@ -1,0 +1,187 @@
+"""all_gather_matmul as an operator of PyTorch: schema, implementation, shape function, gradients, autocast.
+
+    tileweave::all_gather_matmul(Tensor a, Tensor[] b, str group_name, Tensor[] bias, bool return_gathered, str plan,
+                                 int max_sms, bool regather) -> Tensor[]
+
+`bias` is empty or has one for each b; the results are one for each b and, with `return_gathered`, the gathered rows.
+`group_name` is what `tileweave.fabric.group_name` says, `plan` a Plan as JSON or "" for the planner's, `max_sms` 0 for
+all. With A [M, K] the gathered rows, G_i [M, N_i] this rank's gradients of its results, and H [M, K] that of the
+gathered rows where they were returned,
+
+    grad a = this rank's rows of the sum over ranks of (sum_i G_i b_i^T + H)
+    grad b_i = A^T G_i          grad bias_i = the sum of the rows of G_i
+
+so grad a is matmul_reduce_scatter of the G_i side by side, all of which can be differentiated again. The forward pass
+keeps A where some b needs a gradient, or, with `regather`, a alone, and the backward pass gathers it again. Passes are
+collective: all ranks run them, and the same inputs need gradients on all and the same results take part in the loss.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch.autograd import forward_ad
+
+from tileweave.fabric import group_size, named_fabric
+from tileweave.ops.all_gather_matmul.check import NAME, Agreement, check, check_kinds, settle
+from tileweave.ops.all_gather_matmul.launch import fused, unfused
+from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site, operand_dtype
+from tileweave.planner import Plan
+
+LIBRARY.define(
+    f"{NAME}(Tensor a, Tensor[] b, str group_name, Tensor[] bias, bool return_gathered, str plan, int max_sms, "
+    "bool regather) -> Tensor[]",
+    tags=TAGS,
+)
+OPERATOR = torch.ops.tileweave.all_gather_matmul.default
+KINDS = 256  # kinds of calls that a channel remembers
+_plan = lru_cache(Plan.from_json)
+
+
+@torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
+def _run(a, b, group_name, bias, return_gathered, plan, max_sms, regather):
+    """The operator's implementation."""
+    plan = _plan(plan) if plan else None
+    if max_sms < 0:
+        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
+    return run(named_fabric(group_name, a.device), a, b, bias, return_gathered, plan, max_sms or None)
+
+
+def run(fabric, a, b, bias, return_gathered, plan, max_sms):
+    """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch.
+
+    The options are those of the public function, `b` and `bias` sequences.
+    """
+    kinds = _kind(a), *map(_kind, b), None, *map(_kind, bias), return_gathered, plan, max_sms
+    remembered = fabric.views(NAME)
+    try:
+        known = remembered.get(kinds) if remembered else None
+    except TypeError:  # an option of a kind that cannot be remembered, nor be right: see check_kinds
+        known = None
+    if known is not None and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
+        agreement, prepared = known
+        if fabric.compares:
+            fabric.agree(agreement)
+        return prepared.launch(fabric, a, b, bias)
+    check_kinds(a, b, bias, return_gathered, plan, max_sms, False)
+    like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias))
+    call, route = settle(Site.of(fabric), *like, return_gathered, plan, max_sms or 0)
+    agreement = Agreement(call, route.plan)
+    if fabric.compares:
+        fabric.agree(agreement)
+    if route.plan is None:
+        return unfused(fabric, call, a, b, bias)
+    results, prepared = fused(fabric, call, a, b, bias, route.plan)
+    remembered = fabric.views(NAME)
+    if prepared is not None and remembered is not None:
+        if len(remembered) == KINDS:
+            remembered.clear()
+        remembered[kinds] = agreement, prepared
+    return results
+
+
+def _kind(x: torch.Tensor) -> tuple:
+    """All that a prepared launch depends on in a tensor."""
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+
+
+@torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
+def _fake(a, b, group_name, bias, return_gathered, plan, max_sms, regather):
+    """The results' shapes and dtype; the contract is checked here too, the plan is not."""
+    call = check(Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias)), return_gathered, max_sms)
+    m = call.rows * group_size(group_name)
+    widths = [*call.ns, call.k] if return_gathered else call.ns
+    return [a.new_empty(m, n) for n in widths]
+
+
+class _Gradients(torch.autograd.Function):
+    """A call whose gradients will be asked for."""
+
+    @staticmethod
+    def forward(ctx, keys, count, group_name, gathers, plan, max_sms, regather, a, *tensors):
+        """Keep what the gradients need, and no more; then compute. `tensors`: `count` b, then the biases; `gathers`:
+        whether the gathered rows are a result. Where they are kept they are, so that gradients can be differentiated
+        again."""
+        b, bias = tensors[:count], tensors[count:]
+        needs_a, needs_b = ctx.needs_input_grad[7], any(ctx.needs_input_grad[8 : 8 + count])
+        results = _below_autograd(keys, a, list(b), group_name, list(bias), gathers, plan, max_sms, regather)
+        kept = (a if regather else results[-1]) if needs_b else None
+        ctx.save_for_backward(kept, *(b if needs_a else ()))
+        ctx.count, ctx.group_name, ctx.max_sms, ctx.regather, ctx.dtype = count, group_name, max_sms, regather, a.dtype
+        ctx.set_materialize_grads(False)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        """The gradients of a, each b and each bias; None for whatever needs none."""
+        kept, *b = ctx.saved_tensors
+        needs_a, *needs = ctx.needs_input_grad[7:]
+        of_outs, of_gathered = grads[: ctx.count], next(iter(grads[ctx.count :]), None)
+        grad_a = _grad_a(ctx, b, of_outs, of_gathered) if needs_a else None
+        if ctx.regather and kept is not None and any(grad is not None for grad in of_outs):
+            kept = torch.ops.tileweave.all_gather.default(kept, ctx.group_name, 0)
+        of_b = [
+            kept.t() @ grad if need and grad is not None else None for need, grad in zip(needs, of_outs, strict=False)
+        ]
+        of_bias = [
+            grad.sum(0, dtype=torch.float32).to(ctx.dtype) if need and grad is not None else None
+            for need, grad in zip(needs[ctx.count :], of_outs, strict=False)
+        ]
+        return *[None] * 7, grad_a, *of_b, *of_bias
+
+
+def _grad_a(ctx, b, of_outs, of_gathered):
+    """This rank's rows of the sum over ranks of what the rows of A have contributed to; None if that is nothing."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    used = [(grad, x) for grad, x in zip(of_outs, b, strict=True) if grad is not None]
+    total = None
+    if used:
+        grad, x = used[0] if len(used) == 1 else (torch.cat([each[i] for each in used], 1) for i in (0, 1))
+        options = "sum", None, deterministic, None, "", ctx.max_sms
+        total = torch.ops.tileweave.matmul_reduce_scatter.default(grad, x.t(), ctx.group_name, *options)
+    if of_gathered is not None:
+        more = torch.ops.tileweave.reduce_scatter.default(of_gathered, ctx.group_name, 0, "sum", deterministic)
+        total = more if total is None else total + more
+    return total
+
+
+def _below_autograd(keys, *args):
+    """Go on to what comes after autograd: a tracer, or the implementation."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return OPERATOR.redispatch(keys & torch._C._after_autograd_keyset, *args)
+
+
+def _autograd(keys, a, b, group_name, bias, return_gathered, plan, max_sms, regather):
+    """As matmul_reduce_scatter's; the list of results has to pass through an autograd function as a tuple."""
+    tensors = (a, *b, *bias)
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(f"{NAME} has no forward-mode derivative; its gradients are those of backward()")
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise NotImplementedError(
+            f"{NAME} has no rules for torch.func transforms; its gradients are those of backward()"
+        )
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        gathers = return_gathered or (not regather and any(x.requires_grad for x in b))
+        results = _Gradients.apply(keys, len(b), group_name, gathers, plan, max_sms, regather, *tensors)
+        return list(results if return_gathered else results[: len(b)])
+    return _below_autograd(keys, a, b, group_name, bias, return_gathered, plan, max_sms, regather)
+
+
+LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)
+
+
+def _register_autocast(device: str) -> None:
+    """Under autocast on `device`, cast the operands as torch.matmul's are cast, then call the operator."""
+    key = f"Autocast{device.upper()}"
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def cast(a, b, group_name, bias, *options):
+        a, b, bias = a.to(operand_dtype(a)), *([x.to(operand_dtype(x)) for x in xs] for xs in (b, bias))
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return OPERATOR(a, b, group_name, bias, *options)
+
+    LIBRARY.impl(NAME, cast, key)
+
+
+for _device in ("cpu", "cuda"):
+    _register_autocast(_device)
