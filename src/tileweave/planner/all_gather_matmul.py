@@ -9,8 +9,8 @@ from tileweave.planner.plan import SPLITS, Plan
 from tileweave.planner.tiling import TILINGS, Tile, Tiling, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "none")
-# SMs that communicate. Between two H200s eight SMs fill the link with TMA tiles of 16 KB, four fill half of it, and the
-# prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs (all measured).
+# SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four fill half of it;
+# a prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 SM_GBS = 36.0  # what one SM is counted on to push: four fifths of what it does when nothing else runs
 
@@ -19,8 +19,8 @@ SM_GBS = 36.0  # what one SM is counted on to push: four fifths of what it does 
 class Problem:
     """One call of all-gather + matmul as every rank sees it.
 
-    rows, k: this rank's shard of A; ns: columns of each B; sms: SMs the kernel may use on this rank; linked: whether peers
-    are behind a link (False for virtual and emulated ranks).
+    rows, k: this rank's shard of A; ns: columns of each B; sms: SMs the kernel may use on this rank; linked: whether
+    peers are behind a link (False for virtual and emulated ranks).
     """
 
     rows: int
@@ -69,7 +69,7 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         if plan.comm_sms != 0:
             return f"plan.comm_sms={plan.comm_sms}: a world of one has 0, as there is nobody to send to"
     elif most < 1:
-        return f"plan.schedule={plan.schedule!r} needs 2 SMs, one to communicate and one to multiply; 'none' would do with 1"
+        return f"plan.schedule={plan.schedule!r} needs an SM to communicate and one to multiply; 'none' would do with 1"
     elif not 1 <= plan.comm_sms <= most:
         return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 1 to {most} with {problem.sms} SMs"
     return core.untileable(plan, 2, hardware) or core.unshareable(_alone(problem, plan), plan)
@@ -102,8 +102,8 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans of the default schedule that can run `problem`, each with its predicted microseconds, the fastest first,
-    of equals the one with the fewest communicators."""
+    """All plans of the default schedule that can run `problem`, each with its predicted microseconds, the fastest
+    first; of equals, the one with the fewest communicators."""
     schedule = "inter_sm" if problem.sms > 1 or problem.world == 1 else "none"
     found = []
     for comm_sms in COMM_SMS if problem.world > 1 else (0,):

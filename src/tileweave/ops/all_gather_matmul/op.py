@@ -29,21 +29,18 @@ def all_gather_matmul(
     Args:
         a: `[M / world, K]`, bfloat16 or float16, any strides; rows in one piece cost no copy. M may be 0.
         b: `[K, N_local]`, dtype and device of `a`; a transposed weight (`w.t()`) costs no copy. Or a list of one to
-        three
-            such, of any widths (q, k and v projections), which share the gather and the kernel; they cost no copy if
-            they have one stride order. Shapes are the same on every rank.
+            three such, of any widths (q, k and v projections), which share the gather and the kernel; they cost no copy
+            if they have one stride order. Shapes are the same on every rank.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
             virtual world, else torch.distributed's WORLD, else a world of one.
         bias: `[N_local]`, dtype of `a`, this rank's; for a list of b a list as long.
         return_gathered: also return the gathered rows.
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "inter_sm", `comm_sms` SMs
-        push
-            this rank's rows to the peers while the others multiply; "intra_sm", they copy them where peers can read,
-            and the peers' multiplying SMs load them from there; "none", first the gather, then the matmul.
+            push this rank's rows to the peers while the others multiply; "intra_sm", they copy them where peers can
+            read, and the peers' multiplying SMs load them from there; "none", first the gather, then the matmul.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks; None: all that this rank has.
         regather: what a backward pass needs of the gathered rows, for the gradients of `b`. False: the forward pass
-        keeps
-            them, M x K elements; True: it keeps `a`, and the backward pass gathers once more.
+            keeps them, M x K elements; True: it keeps `a`, and the backward pass gathers once more.
 
     Returns:
         `[M, N_local]`, the rows in rank order, or a list of such for a list of b; with `return_gathered` a pair of that
@@ -55,9 +52,8 @@ def all_gather_matmul(
     It is the registered operator `torch.ops.tileweave.all_gather_matmul` behind a function that resolves defaults:
 
     - Gradients of a, b, bias exist, also through the gathered rows. That of `a` is matmul_reduce_scatter of the
-    results'
-      gradients with b^T: a collective, so every rank must run the backward pass, the same inputs must require gradients
-      on all, and the same results take part in the loss. Gradients can be differentiated again.
+      results' gradients with b^T: a collective, so every rank must run the backward pass, the same inputs must require
+      gradients on all, and the same results take part in the loss. Gradients can be differentiated again.
     - torch.compile traces it without a graph break, whatever the kind of `group`; M may be dynamic.
     - A CUDA graph can hold it once it has been called with the same arguments but for the data.
     - Under torch.autocast float32 operands are cast as those of torch.matmul.
@@ -100,8 +96,7 @@ def _lists(b, bias) -> tuple[list, list]:
 
 
 def _is_plain(a, bs, biases) -> bool:
-    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation; see
-    matmul_reduce_scatter."""
+    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

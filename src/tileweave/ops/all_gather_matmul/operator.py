@@ -100,8 +100,7 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, keys, count, group_name, gathers, plan, max_sms, regather, a, *tensors):
         """Keep what the gradients need, and no more; then compute. `tensors`: `count` b, then the biases; `gathers`:
-        whether the gathered rows are a result. Where they are kept they are, so that gradients can be differentiated
-        again."""
+        whether the gathered rows are a result. Where they are kept they are one, so that gradients have gradients."""
         b, bias = tensors[:count], tensors[count:]
         needs_a, needs_b = ctx.needs_input_grad[7], any(ctx.needs_input_grad[8 : 8 + count])
         results = _below_autograd(keys, a, list(b), group_name, list(bias), gathers, plan, max_sms, regather)
@@ -176,9 +175,9 @@ def _register_autocast(device: str) -> None:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def cast(a, b, group_name, bias, *options):
-        a, b, bias = a.to(operand_dtype(a)), *([x.to(operand_dtype(x)) for x in xs] for xs in (b, bias))
+        b, bias = ([x.to(operand_dtype(x)) for x in xs] for xs in (b, bias))
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return OPERATOR(a, b, group_name, bias, *options)
+            return OPERATOR(a.to(operand_dtype(a)), b, group_name, bias, *options)
 
     LIBRARY.impl(NAME, cast, key)
 
