@@ -45,9 +45,9 @@ def test_empty_and_single_sizes(m, n, k):
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
 def test_only_what_is_needed_is_computed(needs, monkeypatch):
-    """And nothing is kept for, or gathered in, a backward pass that needs no peers."""
+    """And nothing is kept for, nor gathered in, a backward pass that needs no peers."""
     a, b, bias = operands(2, 16, 16, 8, seed=5, bias=True)
-    gathered = []
+    made = []
 
     def rank_program(rank, group):
         inputs = [x.detach().requires_grad_(need) for x, need in zip((a[rank], b[rank], bias), needs, strict=True)]
@@ -61,10 +61,10 @@ def test_only_what_is_needed_is_computed(needs, monkeypatch):
 
     with tw.virtual_world(2, device="cpu") as w:
         kind = type(w.run(lambda rank, group: fabric_of(group))[0])
-        original = kind.all_gather
-        monkeypatch.setattr(kind, "all_gather", lambda self, x: gathered.append(self.rank) or original(self, x))
+        monkeypatch.setattr(kind, "agree", lambda self, call: made.append(str(call).split()[0]))
         w.run(rank_program)
-    assert sorted(gathered) == ([0, 1] if needs[0] or needs[1] else [])
+    gather = ["all_gather_matmul"] * 2 if needs[0] else ["all_gather"] * 2 if needs[1] else []
+    assert sorted(made) == sorted([*gather, "matmul_reduce_scatter", "matmul_reduce_scatter"])
 
 
 def test_a_layer_between_others_trains_as_one_process_would():
@@ -119,19 +119,27 @@ def test_transforms_are_right_or_refused_by_name():
     torch.testing.assert_close(outs, torch.stack([one, 2 * one]))
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+def test_second_derivatives(needs):
+    """Of the sum of squares of the first ones of a sum of squares."""
     a, b, _ = operands(2, 16, 16, 8, seed=6)
 
+    def second(losses, inputs):
+        firsts = torch.autograd.grad(losses, inputs, create_graph=True)
+        return torch.autograd.grad(sum((x.float() ** 2).sum() for x in firsts), inputs)
+
     def rank_program(rank, group):
-        x, y = leaves([a[rank], b[rank]])
+        x, y = (x.detach().requires_grad_(need) for x, need in zip((a[rank], b[rank]), needs, strict=True))
         out = tw.matmul_reduce_scatter(x, y, group)
-        (first,) = torch.autograd.grad((out**2).sum(), x, create_graph=True)  # itself legal
-        with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
-            first.sum().backward()
-        return True
+        return second((out**2).sum(), [z for z in (x, y) if z.requires_grad])
 
     with tw.virtual_world(2, device="cpu") as w:
-        assert w.run(rank_program) == [True, True]
+        results = w.run(rank_program)
+    true = [[x.float().requires_grad_(need) for x in xs] for xs, need in zip((a, b), needs, strict=True)]
+    inputs = [x for pair in zip(*true, strict=True) for x in pair if x.requires_grad]
+    truth = second((reference(*true) ** 2).sum(), inputs)
+    for got, right in zip([x for result in results for x in result], truth, strict=True):
+        assert relative_error(got, right) <= 4 * tolerance(torch.bfloat16, 2, True)
 
 
 def test_checkpointing_gives_the_same_gradients():

@@ -9,8 +9,8 @@ from tileweave.planner.plan import SPLITS, Plan
 from tileweave.planner.tiling import TILINGS, Tile, Tiling, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "none")
-# SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four fill half of it;
-# a prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
+# SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
+# prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 SM_GBS = 36.0  # what one SM is counted on to push: four fifths of what it does when nothing else runs
 

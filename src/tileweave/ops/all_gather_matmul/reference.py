@@ -8,6 +8,6 @@ import torch
 
 
 def reference(a, b, bias=None) -> torch.Tensor:
-    """[M, N] float32: the shards `a` of all ranks, a list of [M / world, K], times one rank's `b` [K, N], plus `bias`."""
+    """[M, N] float32: all ranks' shards `a`, a list of [M / world, K], times one rank's `b` [K, N], plus `bias`."""
     product = torch.cat(list(a)).float() @ b.float()
     return product if bias is None else product + bias.float()

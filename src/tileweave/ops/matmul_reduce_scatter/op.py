@@ -50,8 +50,8 @@ def matmul_reduce_scatter(
     It is the registered operator `torch.ops.tileweave.matmul_reduce_scatter` behind a function that resolves defaults:
 
     - Gradients of a, b and bias exist. The backward pass gathers the gradient from all ranks, so every rank must run it
-      and the same inputs must require gradients on all. The gradient of `bias` is that of this rank's rows. There are
-      no second derivatives.
+      and the same inputs must require gradients on all. The gradient of `bias` is that of this rank's rows. They can be
+      differentiated again.
     - torch.compile traces it without a graph break, whatever the kind of `group`; M may be dynamic.
     - A CUDA graph can hold it once it has been called with the same arguments but for the data: the workspace has its
       size then, the kernel is loaded. Memory that a graph holds stays until its group goes, also when later calls need

@@ -8,8 +8,9 @@ all. With G [M, N] the gradients of the result of all ranks, gathered, and s = 1
 
     grad a = s G b^T        grad b = s a^T G        grad bias = the sum of this rank's rows of G
 
-so a backward pass is a collective too, unless only `bias` needs a gradient: all ranks run it, and the same inputs need
-gradients on all. G is gathered in the dtype of a; products and sums are accumulated in float32.
+so a backward pass is a collective too, unless only `bias` needs a gradient: all_gather_matmul, which multiplies G by b^T
+while it arrives. All ranks run it, and the same inputs need gradients on all. G is gathered in the dtype of a; products
+and sums are accumulated in float32.
 """
 
 from functools import lru_cache
@@ -18,7 +19,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.library import LIBRARY, TAGS, all_gather_rows
+from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.matmul_reduce_scatter.check import (
     NAME,
     Agreement,
@@ -109,7 +110,7 @@ class _Gradients(torch.autograd.Function):
         """Keep what the gradients need, and no more; then compute."""
         _, needs_a, needs_b, *_ = ctx.needs_input_grad
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
-        ctx.group_name, ctx.op, ctx.dtype = group_name, op, a.dtype
+        ctx.group_name, ctx.op, ctx.dtype, ctx.max_sms = group_name, op, a.dtype, options[-1]
         return _below_autograd(keys, a, b, group_name, op, bias, *options)
 
     @staticmethod
@@ -122,9 +123,14 @@ class _Gradients(torch.autograd.Function):
             grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.dtype)
         if needs_a or needs_b:
             scale = 1 / group_size(ctx.group_name) if ctx.op == "avg" else 1
-            gathered = all_gather_rows((grad * scale).to(ctx.dtype), ctx.group_name)
-            grad_a = gathered @ b.t() if needs_a else None
-            grad_b = a.t() @ gathered if needs_b else None
+            grad = (grad * scale).to(ctx.dtype)
+            if needs_a:
+                grad_a, *gathered = torch.ops.tileweave.all_gather_matmul.default(
+                    grad, [b.t()], ctx.group_name, [], needs_b, "", ctx.max_sms, False
+                )
+            else:
+                gathered = [torch.ops.tileweave.all_gather.default(grad, ctx.group_name, 0)]
+            grad_b = a.t() @ gathered[0] if needs_b else None
         return None, grad_a, grad_b, None, None, grad_bias, None, None, None, None
 
 
