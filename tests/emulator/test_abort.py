@@ -24,7 +24,8 @@ MUTANTS = {  # edits, and of which plans and modes (deterministic or not) they s
         KERNEL, [("            if met:", "            if met | True:")], "whole tiles", (False,),
     ),
     "no poison of shared tiles": (
-        MATMUL, [('    return part + gl.where(met, 0.0, float("nan"))', "    return part")], "shared tiles", (False, True),
+        MATMUL, [('    return part + gl.where(met, 0.0, float("nan"))', "    return part")],
+        "shared tiles", (False, True),
     ),
 }  # fmt: skip
 CASES = [(name, mode) for name, (_, _, _, modes) in MUTANTS.items() for mode in modes]

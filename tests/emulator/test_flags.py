@@ -82,11 +82,11 @@ def test_signal_all_reaches_every_rank_and_checks_its_index():
         world.run(lambda r: world.launch(k.signals_all, (1,), r, 4, flags, HEADER + 8, 6))
 
 
-def waits_for_all(W, seed, expected=1, abort=0):
+def waits_for_all(W, seed, expected=1, abort=0, kernel=k.waits_for_all):
     data, out, flags = torch.zeros(W, dtype=torch.int32), torch.full((W,), -1, dtype=torch.int32), flags_of(W)
     flags[:, 0] = abort
     world = World(W, seed)
-    world.run(lambda r: world.launch(k.waits_for_all, (1,), r, W, data, out, flags, HEADER + 8, expected))
+    world.run(lambda r: world.launch(kernel, (1,), r, W, data, out, flags, HEADER + 8, expected))
     return out
 
 
@@ -103,6 +103,16 @@ def test_wait_all_for_too_little_is_a_race_and_for_too_much_a_deadlock():
             waits_for_all(3, seed, expected=0)
     with pytest.raises(DeadlockError, match=r"flag 2 of rank \d to reach 2: it is"):
         waits_for_all(3, 0, expected=2)
+
+
+@pytest.mark.parametrize("W", [1, 2, 3, 5])
+def test_wait_all_may_skip_a_flag_and_acquires_the_others(W):
+    for seed in SEEDS:
+        sums = waits_for_all(W, seed, expected=0, kernel=k.waits_for_others)
+        assert sums.tolist() == [W * (W + 1) // 2 - (rank + 1) for rank in range(W)]
+    if W > 1:  # skips a flag that comes, and waits for its own, which does not
+        with pytest.raises(DeadlockError, match=r"flag (\d) of rank \d to reach 1: it is 0"):
+            waits_for_all(W, 0, expected=1, kernel=k.waits_for_others)
 
 
 def test_an_abort_makes_waits_return_false():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.emulator.kernels import semantics
 from tests.emulator.test_async import launch
 from tileweave import lang
-from tileweave.emulator import words
+from tileweave.emulator import RaceError, words
 from tileweave.emulator.tiles import Int32, c_div, c_mod
 from tileweave.lang._names import WORDS
 
@@ -81,6 +81,22 @@ def test_tiles():
         strict=True,
     ):  # fmt: skip
         torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(("columns", "width"), [(64, 64), (64, 32), (128, 32), (256, 64)])
+def test_columns_of_a_matrix_from_left_to_right(columns, width):
+    x, out = torch.randn(64, columns), torch.zeros(columns // width, 64, width)
+    launch(0, semantics.columns, x, out, 3, columns, width)
+    torch.testing.assert_close(out, torch.stack(x.split(width, 1)) + 3)
+
+
+def test_reinterpreted_shared_memory_has_the_same_bytes_and_the_same_accesses():
+    x, out = torch.randn(64, 64).bfloat16(), torch.zeros(16, 32)
+    launch(0, semantics.reinterpreted, x, out, True)
+    assert torch.equal(out.view(torch.int32), x.view(torch.int32).view(4, 16, 32)[1])
+    with pytest.raises(RaceError, match="shared memory buf"):
+        for seed in range(8):
+            launch(seed, semantics.reinterpreted, x, out, False)
 
 
 def test_constexpr_functions_keep_pythons_division():

@@ -51,6 +51,22 @@ def waits_for_all(rank, W: gl.constexpr, data, out, flags_ptr, stride, EXPECTED:
 
 
 @gl.jit
+def waits_for_others(rank, W: gl.constexpr, data, out, flags_ptr, stride, SKIP: gl.constexpr):
+    """As `waits_for_all`, but no rank signals itself: of its flags it skips that of the rank SKIP further on."""
+    flags = gl.Flags(flags_ptr, stride, rank, W, 1000)
+    gl.store(data + rank, rank + 1)
+    gl.barrier()
+    for i in range(1, W):
+        gl.signal(flags, (rank + i) % W, 2 + rank, 1)
+    met = gl.wait_all(flags, 2, W, 1, skip=2 + (rank + SKIP) % W)
+    total = 0
+    if met:
+        for i in range(1, W):
+            total += gl.load(data + (rank + i) % W)
+    gl.store(out + rank, total)
+
+
+@gl.jit
 def waits(rank, W: gl.constexpr, flags_ptr, stride, INDEX: gl.constexpr, expected, out):
     flags = gl.Flags(flags_ptr, stride, rank, W, 1000)
     gl.store(out + rank, gl.wait(flags, INDEX, expected).to(gl.int32))

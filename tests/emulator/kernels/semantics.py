@@ -93,3 +93,54 @@ def tiles(x, out, N: gl.constexpr):
     put(out + 5 * N + rows, ((rows - 3) // 2 * 10 + (rows - 3) % 2).to(gl.float32))
     put(out + 6 * N + rows, (~(rows < 2)).to(t.dtype))
     gl.static_assert(t.shape[0] == N)
+
+
+@gl.jit
+def columns(x, out, n, N: gl.constexpr, WIDTH: gl.constexpr):
+    """out[j] = the j-th WIDTH columns of `x` [64, N], plus a number that the loop counts."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
+    cols = gl.arange(0, N, gl.SliceLayout(0, L))
+    parts = gl.columns(gl.load(x + rows[:, None] * N + cols[None, :]), WIDTH)
+    part_rows = gl.arange(0, 64, gl.SliceLayout(1, PART))
+    part_cols = gl.arange(0, WIDTH, gl.SliceLayout(0, PART))
+    count = gl.to_tensor(0)
+    for i in range(n):
+        count = count + 1
+    for j in gl.static_range(N // WIDTH):
+        where = out + j * 64 * WIDTH + part_rows[:, None] * WIDTH + part_cols[None, :]
+        gl.store(where, parts[j] + count.to(gl.float32))
+
+
+@gl.jit
+def write_pairs(x, buf, bar):
+    """Fill `buf` [64, 64] of 16-bit numbers with `x`, and say so."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
+    cols = gl.arange(0, 64, gl.SliceLayout(0, L))
+    buf.store(gl.load(x + rows[:, None] * 64 + cols[None, :]))
+    gl.mbarrier_arrive(bar, count=1)
+
+
+@gl.jit
+def read_words(out, buf, bar, WAITS: gl.constexpr):
+    """The same bytes as [4, 16, 32] numbers of 32 bits, the second of the four, to `out`."""
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [1, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=3)
+    rows = gl.arange(0, 16, gl.SliceLayout(1, L))
+    cols = gl.arange(0, 32, gl.SliceLayout(0, L))
+    if WAITS:
+        gl.mbarrier_wait(bar, 0)
+    words = gl.reinterpret(buf, gl.float32, [4, 16, 32], LAYOUT).index(1)
+    gl.store(out + rows[:, None] * 32 + cols[None, :], words.load(L))
+
+
+@gl.jit
+def reinterpreted(x, out, WAITS: gl.constexpr):
+    """One role writes a buffer as pairs of 16 bits, another one reads it as words of 32."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    buf = gl.allocate_shared_memory(gl.bfloat16, [64, 64], LAYOUT)
+    bar = gl.allocate_shared_memory(gl.int64, [1], gl.MBarrierLayout())
+    gl.mbarrier_init(bar, count=1)
+    gl.warp_specialize([(write_pairs, (x, buf, bar)), (read_words, (out, buf, bar, WAITS))], [1], [40])
