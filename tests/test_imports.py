@@ -14,6 +14,7 @@ ROOMS = {
     "planner": set(),
     "fabric": {"emulator", "lang"},
     "ops": {"planner", "tiles", "fabric", "lang"},
+    "nn": {"ops", "fabric"},
     "bench": {"ops", "planner", "fabric", "emulator", "lang", FACE},
     "cli": {"bench", "ops", "planner", "fabric", "emulator", "lang", FACE},
     FACE: {"ops", "planner", "fabric"},

@@ -1,0 +1,52 @@
+"""Whole state dicts of split models, and the gradients of what is not split."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tileweave.fabric import Group
+from tileweave.nn.shard import SAVES_WHOLE, ParallelLinear
+from tileweave.ops.collectives import all_reduce
+
+
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
+    """`module.state_dict()` with the whole weights of its parallel layers, as the model had them before `parallelize`.
+
+    Collective: all ranks of the layers' groups call it. Each gets all of the weights, the split ones in new tensors.
+    """
+    token = SAVES_WHOLE.set(True)
+    try:
+        return module.state_dict()
+    finally:
+        SAVES_WHOLE.reset(token)
+
+
+def reduce_gradients(module: nn.Module, group: Group = None) -> None:
+    """Sum over the group's ranks the gradients of the parameters that all ranks have whole, in place. Collective.
+
+    For sequence-parallel models, between the backward pass (the last one, where several accumulate gradients) and the
+    optimizer's step. There norms, embeddings, and biases of row-parallel layers are the same on all ranks, but each
+    rank's gradient comes from its own tokens. The loss of a rank is its tokens' share of the whole loss: a sum divided
+    by the number of all tokens. Gradients of split weights are complete after the backward pass.
+
+    Without sequence parallelism (`sequence_parallel=False` throughout) every gradient is complete: do not call it.
+    Parameters without a gradient are left out; they are the same on all ranks.
+    """
+    split = {
+        id(getattr(layer, name))
+        for layer in module.modules()
+        if isinstance(layer, ParallelLinear)
+        for name in layer.SPLIT
+    }
+    grads: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in module.parameters():
+        if parameter.grad is not None and id(parameter) not in split:
+            grad = parameter.grad
+            local = grad.to_local() if isinstance(grad, DTensor) else grad  # of FSDP: this rank's shard of it
+            grads.setdefault(local.dtype, []).append(local)
+    for same in grads.values():
+        total = all_reduce(torch.cat([grad.flatten() for grad in same]), group)
+        for grad, part in zip(same, total.split([grad.numel() for grad in same]), strict=True):
+            grad.copy_(part.view(grad.shape))
