@@ -1,0 +1,162 @@
+"""matmul_all_reduce: its contract, and the path of a call, which is decided before anything is launched.
+
+What decides is plain values, the same on all ranks: a rank's strides or addresses have no part in it.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from tileweave.fabric import MAX_RANKS
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site
+from tileweave.ops.route import Route
+from tileweave.planner import Plan
+from tileweave.planner.matmul_all_reduce import Problem, plan_for, unsupported
+
+NAME = "matmul_all_reduce"
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class Options(NamedTuple):
+    """What a call asks for besides its tensors. max_sms: 0 stands for all."""
+
+    deterministic: bool
+    norm_eps: float
+    max_sms: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that keeps the contract. m, n: the product; k: this rank's inner size; bias, residual, norm: whether it has
+    these; deterministic: of the fallback, as the kernel always is."""
+
+    dtype: torch.dtype
+    m: int
+    n: int
+    k: int
+    bias: bool
+    residual: bool
+    norm: bool
+    options: Options
+
+
+class Agreement(NamedTuple):
+    """What of a call all ranks must agree on."""
+
+    call: Call
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        c, plan = self.call, "no fused kernel"
+        if self.plan is not None:
+            tile = "x".join(map(str, self.plan.tile))
+            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
+            plan += f" split {self.plan.split}"
+        return (
+            f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {c.dtype}, bias={c.bias}, residual={c.residual}, "
+            f"norm={c.norm}, deterministic={c.options.deterministic}, norm_eps={c.options.norm_eps}, "
+            f"max_sms={c.options.max_sms or None}, {plan}"
+        )
+
+
+def check_kinds(a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms) -> None:
+    """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
+    optional = ("bias", bias), ("residual", residual), ("norm_weight", norm_weight)
+    for name, x in (("a", a), ("b", b), *((name, x) for name, x in optional if x is not None)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{NAME}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+    if deterministic not in (None, True, False):
+        raise TypeError(f"{NAME}: deterministic must be True, False or None, got {deterministic!r}")
+    if isinstance(norm_eps, bool) or not isinstance(norm_eps, float | int):
+        raise TypeError(f"{NAME}: norm_eps must be a number, got {norm_eps!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+    if max_sms is None:
+        return
+    if not isinstance(max_sms, int) or isinstance(max_sms, bool):
+        raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
+    if not 1 <= max_sms < 2**31:
+        raise ValueError(f"{NAME}: max_sms must be from 1 to 2**31 - 1, or None for all, got {max_sms}")
+
+
+def check(
+    a: Like, b: Like, bias: Like | None, residual: Like | None, norm_weight: Like | None, options: Options
+) -> Call:
+    """Hold the operator's arguments to the contract; ValueError if they break it."""
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        raise ValueError(
+            f"{NAME}: a and b must be matrices [M, K] and [K, N], got shapes {list(a.shape)} and {list(b.shape)}"
+        )
+    (m, k), (k_b, n), dtype = a.shape, b.shape, a.dtype
+    if k != k_b:
+        raise ValueError(f"{NAME}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
+    if dtype not in DTYPES or b.dtype != dtype:
+        raise ValueError(f"{NAME}: a and b must both be bfloat16 or both float16, got {dtype} and {b.dtype}")
+    if b.device != a.device:
+        raise ValueError(f"{NAME}: a is on {a.device} and b on {b.device}: they must be on one device")
+    for name, x, shape in (("bias", bias, (n,)), ("residual", residual, (m, n)), ("norm_weight", norm_weight, (n,))):
+        if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != a.device):
+            raise ValueError(
+                f"{NAME}: {name} must be {list(shape)} of {dtype} on {a.device}, "
+                f"got {list(x.shape)} of {x.dtype} on {x.device}"
+            )
+    if norm_weight is not None and residual is None:
+        raise ValueError(f"{NAME}: norm_weight goes with residual, which is None; torch.zeros_like the result would do")
+    if not 0 <= options.norm_eps < math.inf:
+        raise ValueError(f"{NAME}: norm_eps must be from 0 up, got {options.norm_eps}")
+    if options.max_sms < 0:
+        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {options.max_sms}")
+    return Call(dtype, m, n, k, bias is not None, residual is not None, norm_weight is not None, options)
+
+
+@lru_cache(maxsize=4096)
+def settle(
+    site: Site,
+    a: Like,
+    b: Like,
+    bias: Like | None,
+    residual: Like | None,
+    norm_weight: Like | None,
+    options: Options,
+    plan: Plan | None,
+) -> tuple[Call, Route]:
+    """`check`, then `choose`; remembered."""
+    call = check(a, b, bias, residual, norm_weight, options)
+    return call, choose(site, call, a.device, plan)
+
+
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan."""
+    refusal = site.refusal or unaddressable(call)
+    if refusal is None and site.world > MAX_RANKS:
+        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
+    if refusal is None and device.type != site.device.type:
+        refusal = f"a is on {device}, the ranks of this world are on {site.device}"
+    problem = problem_of(site, call)
+    if plan is not None and (why := unsupported(problem, plan)):
+        raise ValueError(f"{NAME}: {why}")
+    if refusal:
+        return Route(NAME, "fallback", False, f"{refusal}: torch.matmul, then the group's all-reduce")
+    if call.m == 0 or call.n == 0:
+        return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
+    plan = plan or plan_for(problem)
+    return Route(NAME, site.backend, True, plan.reason, plan)
+
+
+def problem_of(site: Site, call: Call) -> Problem:
+    """A call as the planner sees it."""
+    sms, most = max(site.sms, 1), call.options.max_sms
+    return Problem(call.m, call.n, call.k, site.world, min(sms, most) if most else sms, site.backend == "processes")
+
+
+def unaddressable(call: Call) -> str | None:
+    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
+    for name, size in (("N", call.n), ("K", call.k)):
+        if size % 8:
+            return f"{name} = {size} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    return None

@@ -1,0 +1,143 @@
+"""matmul_all_reduce: how it is computed, in one kernel, or by a matmul and an all-reduce."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from tileweave.fabric import Fabric, Variant
+from tileweave.ops.collectives.operator import run as run_collective
+from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
+from tileweave.ops.matmul_all_reduce.check import NAME, Call, problem_of
+from tileweave.ops.matmul_all_reduce.kernel import matmul_all_reduce_kernel
+from tileweave.ops.matmul_reduce_scatter.check import Site
+from tileweave.ops.matmul_reduce_scatter.launch import slots_box
+from tileweave.planner import Plan
+from tileweave.planner.matmul_all_reduce import SHOTS, Problem, count_tiles, rows_of, slot_bytes
+from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, whole_tiles
+
+LANE_COLS = 8  # elements of a 16-byte access
+IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first
+
+
+class Extras(NamedTuple):
+    """What is made of the sum, in the order of the operator: all in one piece and 16-byte aligned, or None."""
+
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+
+
+def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
+    """The fallback: the whole product, then the group's all-reduce, then the rest by PyTorch."""
+    return finished(fabric, call, torch.matmul(a, b), extras)
+
+
+def finished(fabric: Fabric, call: Call, product: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
+    """The results of a call whose product is there. Sums are in float32 and rounded once."""
+    if fabric.world_size > 1 and product.numel():
+        deterministic = call.options.deterministic
+        product = run_collective(fabric, "all_reduce", product, "sum", deterministic)
+    total = product
+    if call.bias or call.residual:
+        wide = product.float()
+        for extra in (extras.bias, extras.residual):
+            wide = wide if extra is None else wide + extra
+        total = wide.to(call.dtype)
+    if not call.norm:
+        return [total]
+    return [torch.nn.functional.rms_norm(total, (call.n,), extras.norm_weight, call.options.norm_eps), total]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
+
+    slots: the kernel's arguments that say where parts travel to; in the schedule "none" a box, for the result stands in
+    for them; tail: the kernel's arguments after scratch; scratch: elements of it, for tiles that CTAs share.
+    """
+
+    call: Call
+    device: torch.device
+    a: Box
+    b: Box
+    slots: tuple | Box
+    tail: tuple
+    grid: int
+    scratch: int
+    variant: Variant = field(default_factory=Variant)
+
+    def launch(self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
+        """Launch on the current stream. a and b are addressable by TMA, the extras as `Extras` says."""
+        call, alone = self.call, isinstance(self.slots, Box)
+        total = torch.empty(call.m, call.n, dtype=call.dtype, device=self.device)
+        results = [torch.empty_like(total), total] if call.norm and not alone else [total]
+        slots = (self.slots.at(total), total, 0, 0) if isinstance(self.slots, Box) else self.slots
+        others = (total if x is None or alone else x for x in extras)
+        scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else total
+        args = (
+            fabric.rank, self.a.at(a), self.b.at(b), *slots, total, results[0], *others, call.options.norm_eps,
+            scratch, *self.tail,
+        )  # fmt: skip
+        fabric.launch(matmul_all_reduce_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
+        return finished(fabric, call, total, extras) if alone else results
+
+
+def fused(
+    fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, extras: Extras, plan: Plan
+) -> tuple[list[torch.Tensor], Prepared | None]:
+    """Launch the kernel on the current stream. Returns the results, and what to use for later calls with tensors like
+    these; None if these had to be copied first."""
+    own_a, own_b, own = as_operand(a), as_operand(b), Extras(*map(in_one_piece, extras))
+    like_these = all(x is y for x, y in zip((own_a, own_b, *own), (a, b, *extras), strict=True))
+    if call.k == 0:  # there is no descriptor of an empty tensor: multiply zeros, so that this rank still takes part
+        own_a, own_b, like_these = a.new_zeros(call.m, 8), b.new_zeros(8, call.n), False
+    prepared = prepare(fabric, call, own_a, own_b, plan)
+    return prepared.launch(fabric, own_a, own_b, own), prepared if like_these else None
+
+
+def in_one_piece(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` contiguous and 16-byte aligned, copied if need be."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> Prepared:
+    """Everything of a launch but the tensors' data."""
+    (bm, bn, bk), shots = plan.tile, SHOTS[plan.schedule]
+    (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
+    problem = problem_of(Site.of(fabric), call)
+    channel = fabric.channel(NAME, 0, slot_bytes(problem, plan))
+    tiles, rows = count_tiles(problem, plan), rows_of(problem, plan)
+    whole = whole_tiles(tiles, problem.sms, plan.split)
+    grid = min(problem.sms, whole + (tiles - whole) * plan.split)
+    part = (part_rows(plan.tile), PART_BYTES // a.element_size())
+    tail = (
+        channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n,
+        a_rows.shape[0] if a_t else a_rows.shape[1], whole, plan.split, problem.world, bm, bn, bk,
+        plan.stages, part_buffers(plan.tile, plan.stages, a.element_size()), plan.split > 1, GROUP_ROWS, a_t, b_t, shots,
+        call.bias, call.residual, call.norm, columns_at_once(problem, plan),
+    )  # fmt: skip
+    slots: tuple | Box = slots_box(a.new_empty(1, 1, call.m, call.n), part)
+    if shots:
+        places, stride = parallel_view(channel.staging, 2 * problem.world, (rows, call.n), call.dtype)
+        slots = (slots_box(places, part).at(places), places, places.stride(0), stride)
+    return Prepared(
+        call,
+        a.device,
+        Box(a_rows, (bk, bm) if a_t else (bm, bk)),
+        Box(b_rows, (bn, bk) if b_t else (bk, bn)),
+        slots,
+        tail,
+        grid,
+        grid * bm * bn if plan.split > 1 else 0,
+    )
+
+
+def columns_at_once(problem: Problem, plan: Plan) -> int:
+    """Elements of a row that a CTA takes behind its tiles at once: as many as it has loads in flight for, and no more than
+    a row has, rounded up."""
+    sources = min(problem.world, 8) if SHOTS[plan.schedule] == 1 else 2
+    most = IN_FLIGHT // (1 << (sources - 1).bit_length()) * 32 * WARPS * LANE_COLS
+    return min(most, max(1 << (problem.n - 1).bit_length(), 32 * WARPS * LANE_COLS))
