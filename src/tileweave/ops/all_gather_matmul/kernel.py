@@ -201,11 +201,12 @@ def load(work, at, bar, owner, row, col, step, epoch, there):
 
 @gl.jit
 def tile_of(work, block, i):
-    """(row, k) of this CTA's i-th tile of a block, which is counted over all receivers. Where communicators do not divide
-    it, some take tiles of the next block as well, or from beyond the end."""
+    """(row, k) of this CTA's i-th tile of a block, which is counted over all receivers; from beyond the end where the
+    communicators do not divide the block."""
     mm = work.matmul
     t = i * mm.COMM_SMS + gl.program_id(0)
-    return (block % work.blocks * work.block_tiles + t // mm.k_steps) * mm.BM, t % mm.k_steps * mm.BK
+    row = (block % work.blocks * work.block_tiles + t // mm.k_steps) * mm.BM
+    return gl.where(t < work.block_tiles * mm.k_steps, row, work.rows), t % mm.k_steps * mm.BK
 
 
 @gl.jit

@@ -66,7 +66,7 @@ def all_gather_matmul(
     """
     many = isinstance(b, (list, tuple))
     bs, biases = _lists(b, bias)
-    if _is_plain(a, bs, biases):
+    if isinstance(regather, bool) and _is_plain(a, bs, biases):
         results = run(fabric_of(group, a.device), a, bs, biases, return_gathered, plan, max_sms)
     else:
         check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather)
