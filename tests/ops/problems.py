@@ -3,7 +3,20 @@
 import torch
 
 import tileweave as tw
+from tileweave import Plan
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+
+# Calls whose last wave's tiles are shared: world, m, n, k, SMs, tile, CTAs that share a tile. Ragged all of them.
+SHARED_TILES = [
+    (1, 72, 136, 136, 6, (64, 64, 64), 2),  # one rank, three tiles, all of them shared; tiles of one part
+    (1, 264, 200, 72, 5, (128, 128, 64), 2),  # one whole tile a CTA, then one shared one; K steps of 64 and 8
+    (2, 2 * 72, 72, 200, 8, (64, 128, 64), 2),  # one multiplier
+    (2, 2 * 136, 264, 320, 9, (128, 128, 64), 3),  # foreign tiles whole, own ones in part; more CTAs than parts
+    (3, 3 * 40, 72, 264, 24, (128, 64, 64), 4),  # three of four CTAs finish nothing
+    (3, 3 * 136, 328, 136, 5, (128, 256, 64), 2),
+    (3, 3 * 264, 136, 1032, 8, (256, 64, 64), 2),
+    (5, 5 * 8, 8, 200, 15, (64, 64, 64), 3),
+]
 
 
 def operands(world, m, n, k, seed, dtype=torch.bfloat16, a_t=False, b_t=True, bias=False, device="cpu"):
@@ -76,3 +89,21 @@ def assert_gradients(got, truth, dtype, world):
         for x, y in zip(mine, true, strict=True):
             assert x.dtype == dtype and x.shape == y.shape
             assert relative_error(x, y) <= tolerance(dtype, world, True)
+
+
+def calls_of_changing_plans(world, device="cpu"):
+    """Calls for `run_calls` on `4 * world` SMs, most of which share tiles: of other shapes, by other CTAs each time."""
+    wide, narrow, tall = (world * 72, 72, 200), (world * 40, 72, 136), (world * 136, 8, 72)
+    plans = [
+        (wide, Plan(tile=(128, 128, 64), stages=2, split=3)),
+        (wide, Plan(tile=(128, 128, 64), stages=2)),
+        (narrow, Plan(tile=(64, 64, 64), stages=3, split=2)),
+        (tall, None),
+        (wide, Plan(tile=(128, 64, 64), stages=2, split=2)),
+        (wide, Plan(tile=(128, 128, 64), stages=2, split=3)),
+    ]
+    calls = []
+    for i, (shape, plan) in enumerate(plans):
+        a, b, bias = operands(world, *shape, seed=i, bias=True, device=device)
+        calls.append((a, b, dict(bias=bias, plan=plan)))
+    return calls

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.problems import assert_right, operands, run_calls
+from tests.ops.problems import SHARED_TILES, assert_right, calls_of_changing_plans, operands, run_calls
 from tileweave import FabricTimeout, Plan
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+from tileweave.planner.tiling import TILINGS, tiles_of
 
 pytestmark = pytest.mark.gpu
 MODES = [False, True]
@@ -35,6 +36,69 @@ def test_world_sizes_ragged_shapes_two_calls(world, m, n, k, dtype, deterministi
     with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
         for outs, (a, b, kw) in zip(run_calls(w, calls), calls, strict=True):
             assert_right(outs, a, b, **kw)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("dtype, out", [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("world, m, n, k, sms, tile, split", SHARED_TILES)
+def test_tiles_of_the_last_wave_that_several_ctas_share(
+    world, m, n, k, sms, tile, split, dtype, out, deterministic
+):  # fmt: skip
+    plan = Plan(tile=tile, stages=2, split=split)
+    calls = []
+    for i in range(4):
+        a, b, bias = operands(world, m, n, k, seed=i, dtype=dtype, bias=True, device="cuda")
+        calls.append((a, b, dict(bias=bias, op=("sum", "avg")[i % 2])))
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        results = run_calls(w, calls, deterministic=deterministic, out_dtype=out, plan=plan, max_sms=sms)
+    for outs, (a, b, kw) in zip(results, calls, strict=True):
+        assert outs[0].dtype == (out or dtype)
+        assert_right(outs, a, b, deterministic=deterministic, **kw)
+
+
+@pytest.mark.parametrize("deterministic", MODES)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shared_tiles_between_calls_of_other_plans_and_shapes(world, deterministic):
+    calls = calls_of_changing_plans(world, device="cuda") * 10
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        results = run_calls(w, calls, deterministic=deterministic, max_sms=4 * world)
+    for outs, (a, b, kw) in zip(results, calls, strict=True):
+        assert_right(outs, a, b, bias=kw["bias"], deterministic=deterministic)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_deterministic_results_of_shared_tiles_have_equal_bits(world):
+    a, b, _ = operands(world, world * 136, 72, 1032, seed=7, device="cuda")
+    kw = dict(deterministic=True, plan=Plan(tile=(128, 128, 64), stages=3, split=4))
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        results = run_calls(w, [(a, b, kw)] * 10)
+    assert_right(results[0], a, b, deterministic=True)
+    for outs in results[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], outs, strict=True))
+
+
+def ragged_columns(world, rows, tile, sms):
+    """Columns of which the tiles fill a wave of `sms` CTAs and not more than half of another one."""
+    for n in range(tile[1] + 8, 1 << 15, tile[1]):
+        tiles = tiles_of(rows, n, world, tile)
+        if tiles > sms and 0 < tiles % sms <= sms // 2:
+            return n
+    raise AssertionError(f"no columns for {world} ranks, {rows} rows, {tile}, {sms} SMs")
+
+
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: f"{tiling.tile} {tiling.stages}")
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_tile_configuration_of_the_planner(world, tiling, split):
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        m, n = world * 264, ragged_columns(world, 264, tiling.tile, w.sms)
+        calls = []
+        for i, deterministic in enumerate([False, True] * 2):
+            a, b, bias = operands(world, m, n, 520, seed=i, bias=True, device="cuda")
+            calls.append((a, b, dict(bias=bias, deterministic=deterministic)))
+        results = run_calls(w, calls, plan=Plan(tile=tiling.tile, stages=tiling.stages, split=split))
+    for outs, (a, b, kw) in zip(results, calls, strict=True):
+        assert_right(outs, a, b, **kw)
 
 
 @pytest.mark.parametrize("a_t, b_t", [(False, False), (True, True), (True, False)])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.problems import assert_right, operands, run_calls
+from tests.ops.problems import SHARED_TILES, assert_right, calls_of_changing_plans, operands, run_calls
 from tileweave import Plan
 from tileweave.fabric import MAX_RANKS
 from tileweave.ops.matmul_reduce_scatter.check import Agreement, Call
@@ -60,21 +60,8 @@ def test_five_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_lat
                     assert_right(outs, a, b, op=kw.get("op", "sum"), deterministic=kw.get("deterministic", False))
 
 
-# Calls whose last wave's tiles are shared: world, m, n, k, SMs, tile, CTAs that share a tile. Ragged all of them.
-SHARED = [
-    (1, 72, 136, 136, 6, (64, 64, 64), 2),  # one rank, three tiles, all of them shared; tiles of one part
-    (1, 264, 200, 72, 5, (128, 128, 64), 2),  # one whole tile a CTA, then one shared one; K steps of 64 and 8
-    (2, 2 * 72, 72, 200, 8, (64, 128, 64), 2),  # one multiplier
-    (2, 2 * 136, 264, 320, 9, (128, 128, 64), 3),  # foreign tiles whole, own ones in part; more CTAs than parts
-    (3, 3 * 40, 72, 264, 24, (128, 64, 64), 4),  # three of four CTAs finish nothing
-    (3, 3 * 136, 328, 136, 5, (128, 256, 64), 2),
-    (3, 3 * 264, 136, 1032, 8, (256, 64, 64), 2),
-    (5, 5 * 8, 8, 200, 15, (64, 64, 64), 3),
-]
-
-
 @pytest.mark.parametrize("deterministic", MODES)
-@pytest.mark.parametrize("world, m, n, k, sms, tile, split", SHARED)
+@pytest.mark.parametrize("world, m, n, k, sms, tile, split", SHARED_TILES)
 def test_tiles_of_the_last_wave_that_several_ctas_share(world, m, n, k, sms, tile, split, deterministic):
     options = dict(deterministic=deterministic, plan=Plan(tile=tile, stages=2, split=split))
     for seed in range(3):
@@ -110,19 +97,7 @@ def test_shared_tiles_of_other_types_and_means(world, dtype, out, op, determinis
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_shared_tiles_between_calls_of_other_plans_and_shapes(world, deterministic):
     """Flags of shares are as old as the last call that shared tiles, and other CTAs shared them."""
-    wide, narrow, tall = (world * 72, 72, 200), (world * 40, 72, 136), (world * 136, 8, 72)
-    plans = [
-        (wide, Plan(tile=(128, 128, 64), stages=2, split=3)),
-        (wide, Plan(tile=(128, 128, 64), stages=2)),
-        (narrow, Plan(tile=(64, 64, 64), stages=3, split=2)),
-        (tall, None),
-        (wide, Plan(tile=(128, 64, 64), stages=2, split=2)),
-        (wide, Plan(tile=(128, 128, 64), stages=2, split=3)),
-    ]
-    calls = []
-    for i, (shape, plan) in enumerate(plans):
-        a, b, bias = operands(world, *shape, seed=i, bias=True)
-        calls.append((a, b, dict(bias=bias, plan=plan)))
+    calls = calls_of_changing_plans(world)
     for seed in range(3):
         with tw.virtual_world(world, device="cpu", seed=seed, sms=4 * world) as w:
             results = run_calls(w, calls, deterministic=deterministic)
