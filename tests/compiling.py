@@ -59,17 +59,27 @@ class CompilingFabric(Fabric):
 
 
 def reduce_scatter(
-    world=4, dtype=torch.bfloat16, transposed=(False, True), bias=True, plan=None, rows=256, n=1024, **options
+    world=4,
+    dtype=torch.bfloat16,
+    transposed=(False, True),
+    bias=True,
+    plan=None,
+    rows=256,
+    n=1024,
+    scaled=False,
+    **options,
 ) -> dict:
     """One variant of matmul_reduce_scatter, through the op."""
     fabric = CompilingFabric(world)
     a, b = meta(rows * world, 512, dtype=dtype), meta(512, n, dtype=dtype)
     a, b = (x.t().contiguous().t() if flag else x for x, flag in zip((a, b), transposed, strict=True))
-    extra = meta(n, dtype=dtype) if bias else None
+    extra = meta(n, dtype=torch.bfloat16 if scaled else dtype) if bias else None
+    scales = (meta(rows * world, 1, dtype=torch.float32), meta(1, n, dtype=torch.float32)) if scaled else (None, None)
     deterministic = options.get("deterministic", False)
     like = Like.of(a), Like.of(b), options.get("op", "sum"), Like.of(extra)
-    call, route = settle(Site.of(fabric), *like, deterministic, options.get("out"), plan, 0)
-    fused(fabric, call, a, b, extra, route.plan)
+    of_scales = map(Like.of, scales)
+    call, route = settle(Site.of(fabric), *like, deterministic, options.get("out"), plan, 0, *of_scales)
+    fused(fabric, call, a, b, extra, route.plan, scales if scaled else None)
     return fabric.reports[0]
 
 
@@ -96,6 +106,10 @@ VARIANTS = {
     "deterministic": lambda: reduce_scatter(deterministic=True),
     "fp16 average, a transposed, b not": lambda: reduce_scatter(
         dtype=torch.float16, transposed=(True, False), op="avg"
+    ),
+    "float8 operands": lambda: reduce_scatter(dtype=torch.float8_e4m3fn, scaled=True),
+    "float8 operands, one rank, largest tile": lambda: reduce_scatter(
+        world=1, rows=8192, n=8192, dtype=torch.float8_e4m3fn, scaled=True, bias=False, plan=Plan(tile=(128, 256, 128))
     ),
     "float32 result": lambda: reduce_scatter(out=torch.float32, bias=False),
     "one rank": lambda: reduce_scatter(world=1),

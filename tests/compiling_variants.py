@@ -12,6 +12,8 @@ NAMES = (
     "add",
     "deterministic",
     "fp16 average, a transposed, b not",
+    "float8 operands",
+    "float8 operands, one rank, largest tile",
     "float32 result",
     "one rank",
     "eight ranks",

@@ -15,9 +15,19 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from tileweave import lang
 
-ELEMENT_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32"}
-# Machine instructions: wgmma, TMA loads, stores and reduce-adds, register budgets, and what spilled registers leave.
-INSTRUCTIONS = ("HGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
+ELEMENT_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+# Machine instructions: wgmma of 16-bit and of 8-bit operands, TMA loads, stores and reduce-adds, register budgets, and
+# what spilled registers leave.
+INSTRUCTIONS = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
 
 
 def compile_report(kernel: Any, args: Sequence[Any], num_warps: int) -> dict[str, Any]:

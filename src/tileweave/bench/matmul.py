@@ -6,6 +6,7 @@ over: weights come from device memory, as they do in a model. Before timing, eac
 
     --sweep     time all tile configurations, not the planner's choice alone: what planner/tilings.json is made from
     --only TEXT shapes whose name contains TEXT
+    --float8    float8_e4m3fn operands with a scale for each row and column, beside torch._scaled_mm
     --json FILE where to write the figures
 """
 
@@ -14,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,13 +36,14 @@ COLD_BYTES = 256 << 20  # of operands that a graph's calls go through: several t
 ROUND_MS = 1.0  # of work per contender and round, at least
 
 
-def operands(m: int, n: int, k: int, transposed: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def operands(m: int, n: int, k: int, transposed: bool, dtype=torch.bfloat16) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Random operand pairs, so many that calls find none of theirs in L2. `transposed`: b is a Linear's weight.t()."""
     copies = max(1, min(64, math.ceil(COLD_BYTES / (2 * k * (m + n)))))
     pairs = []
     for _ in range(copies):
         a = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
         b = torch.randn((n, k) if transposed else (k, n), device="cuda", dtype=torch.bfloat16)
+        a, b = a.to(dtype), b.to(dtype)
         pairs.append((a, b.t() if transposed else b))
     return pairs
 
@@ -69,26 +72,36 @@ def key(plan: Plan) -> str:
     return f"{plan.tile[0]}x{plan.tile[1]}/{plan.stages}/{plan.split}"
 
 
-def measure(name: str, m: int, n: int, k: int, transposed: bool, plans: Iterable[Plan], rounds: int) -> dict:
+def measure(
+    name: str, m: int, n: int, k: int, transposed: bool, plans: Iterable[Plan], rounds: int, dtype=torch.bfloat16
+) -> dict:
     """One row: the plans' and cuBLAS's times for one shape."""
-    pairs = operands(m, n, k, transposed)
+    pairs = operands(m, n, k, transposed, dtype)
     product = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    scales: dict[str, Any] = {}
+    if dtype == torch.float8_e4m3fn:
+        scales = {"scale_a": torch.ones(m, 1, device="cuda"), "scale_b": torch.ones(1, n, device="cuda")}
     a, b = pairs[0]
     truth = torch.empty(m, n, device="cuda")
     for rows in range(0, m, 2048):
         truth[rows : rows + 2048] = a[rows : rows + 2048].float() @ b.float()
     runs: dict[str, Callable] = {"cublas": lambda a, b: torch.mm(a, b, out=product)}
+    if scales:
+        wanted = {**scales, "out_dtype": torch.bfloat16, "use_fast_accum": True}
+        runs["cublas"] = lambda a, b: torch._scaled_mm(a, b, **wanted)
     for plan in plans:
-        runs[key(plan)] = lambda a, b, plan=plan: tw.matmul_reduce_scatter(a, b, plan=plan)
+        runs[key(plan)] = lambda a, b, plan=plan: tw.matmul_reduce_scatter(a, b, plan=plan, **scales)
     for contender, run in runs.items():
         error = relative_error(run(a, b), truth)
-        assert error <= tolerance(torch.bfloat16, 1, False), (contender, m, n, k, error)
+        # 8-bit products are summed with about 14 bits.
+        assert error <= (4 if scales else 1) * tolerance(torch.bfloat16, 1, False), (contender, m, n, k, error)
     del truth
     estimate = 2e-3 * m * n * k / 600e9 + 2 * k * n / 4e12 * 1e3  # milliseconds, roughly
     calls = max(1, min(64, math.ceil(ROUND_MS / estimate)), len(pairs) if estimate < 0.5 else 1)
     us = timed({contender: captured(run, pairs, calls) for contender, run in runs.items()}, calls, rounds)
     tw.check()
-    return {"shape": name, "m": m, "n": n, "k": k, "b": "N x K" if transposed else "K x N", "us": us}
+    order = "N x K" if transposed else "K x N"
+    return {"shape": name, "m": m, "n": n, "k": k, "b": order, "dtype": str(dtype).removeprefix("torch."), "us": us}
 
 
 def worth_measuring(problem: Problem) -> list[Plan]:
@@ -102,6 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--orders", default="NK,KN", help="which orders of b in memory")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", type=Path)
@@ -110,10 +124,11 @@ def main() -> None:
     for shape in SHAPES:
         if options.only not in "{} {}x{}x{}".format(*shape):
             continue
-        problem = Problem(*shape[1:], world=1, message_bytes=2, sms=132)
+        dtype = torch.float8_e4m3fn if options.float8 else torch.bfloat16
+        problem = Problem(*shape[1:], world=1, message_bytes=2, sms=132, operand_bytes=dtype.itemsize)
         plans = worth_measuring(problem) if options.sweep else [plan_for(problem)]
         for order in options.orders.split(","):
-            row = measure(*shape, order == "NK", plans, options.rounds)
+            row = measure(*shape, order == "NK", plans, options.rounds, dtype)
             rows.append(row)
             cublas = row["us"]["cublas"][0]
             ratios = sorted(

@@ -21,7 +21,13 @@ def filled(text: str, folder: Path) -> str:
 def table(figures: dict) -> str:
     """One file's figures as a Markdown table, with the machine they were measured on."""
     row = figures["rows"][0] if "rows" in figures else figures
-    kinds = {"b": _core, "us": _host_time, "ablations_ms": _ablations, "tflops_per_gpu": _between_gpus, "tflops": _virtual}
+    kinds = {
+        "b": _core,
+        "us": _host_time,
+        "ablations_ms": _ablations,
+        "tflops_per_gpu": _between_gpus,
+        "tflops": _virtual,
+    }
     make = next(make for name, make in kinds.items() if name in row)
     m = figures["machine"]
     note = f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}, CUDA {m['cuda']}, {m['date']}."

@@ -17,6 +17,7 @@ DTYPES = {
     lang.float16: torch.float16,
     lang.bfloat16: torch.bfloat16,
     lang.float32: torch.float32,
+    lang.float8e4nv: torch.float8_e4m3fn,
 }
 LANG_DTYPES = {ours: word for word, ours in DTYPES.items()}
 _TWO32, _TOP = 1 << 32, 1 << 31

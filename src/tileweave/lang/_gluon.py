@@ -24,6 +24,7 @@ from triton.experimental.gluon.language import (
     constexpr,
     convert_layout,
     exp2,
+    float8e4nv,
     float16,
     float32,
     full,

@@ -3,8 +3,8 @@
 WORDS = (
     # types and compile-time values
     "constexpr", "tensor", "shared_memory_descriptor", "tensor_descriptor", "int1", "int32", "int64", "float16",
-    "bfloat16", "float32", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout", "NVMMASharedLayout",
-    "MBarrierLayout",
+    "float8e4nv", "bfloat16", "float32", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout",
+    "NVMMASharedLayout", "MBarrierLayout",
     # structure
     "grid_dependency_wait", "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv",
     "warp_specialize", "barrier",

@@ -119,6 +119,7 @@ class TensorDescriptor:
 
 int1, int32, int64 = DType("int1", 1), DType("int32", 32), DType("int64", 64)
 float16, bfloat16, float32 = DType("fp16", 16), DType("bf16", 16), DType("fp32", 32)
+float8e4nv = DType("fp8e4nv", 8)
 ABORT, RECORD, REPORT, HEADER_WORDS = constexpr(0), constexpr(1), constexpr(8), constexpr(16)
 
 

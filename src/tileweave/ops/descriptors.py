@@ -18,10 +18,12 @@ def is_addressable(x: torch.Tensor) -> bool:
     return (by_rows or by_columns) and x.data_ptr() % ALIGN == 0
 
 
-def as_operand(x: torch.Tensor) -> torch.Tensor:
-    """`x` as TMA can address it. Either stride order costs nothing; anything else (a step in both dimensions, a base or
-    row that is not 16-byte aligned, overlapping rows) is copied once."""
-    return x if is_addressable(x) else torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+def as_operand(x: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
+    """`x` as TMA can address it. Either stride order costs nothing, unless its rows must be in one piece (`by_rows`);
+    anything else (a step in both dimensions, a base or row that is not 16-byte aligned, overlapping rows) is copied."""
+    if is_addressable(x) and (x.stride(1) == 1 or not by_rows):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, bool]:

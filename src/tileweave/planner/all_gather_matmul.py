@@ -88,7 +88,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     In the schedule "none" communication and computation follow one another.
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan.tile)
-    compute = tiling.compute_us(tiles, max(problem.k, 64), plan.split, sms)
+    compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
     share = min(sms, tiles) / hardware.sms
     memory = hardware.launch_us + 2 * ((m + n) * problem.k + m * n) / (hardware.memory_gbs * share * 1e3)

@@ -7,6 +7,7 @@ from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.tiling import (
     BARRIER_BYTES,
     PART_BYTES,
+    STEP_BYTES,
     TILINGS,
     Tiling,
     operand_bytes,
@@ -27,7 +28,7 @@ class Problem:
 
     m, n: the full product; k: this rank's share of the inner dimension; message_bytes: size of an element of the
     result, which is also what travels; sms: SMs the kernel may use on this rank; linked: whether peers are behind a
-    link (False for virtual and emulated ranks).
+    link (False for virtual and emulated ranks); operand_bytes: size of an element of a and b.
     """
 
     m: int
@@ -38,6 +39,7 @@ class Problem:
     sms: int
     deterministic: bool = False
     linked: bool = True
+    operand_bytes: int = 2
 
 
 @dataclass(frozen=True)
@@ -92,13 +94,14 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return f"plan.schedule={plan.schedule!r}: matmul_reduce_scatter has 'intra_sm'"
     if plan.comm_sms != 0:
         return f"plan.comm_sms={plan.comm_sms}: the intra_sm schedule has 0"
-    return untileable(plan, problem.message_bytes, hardware) or unshareable(problem, plan)
+    return untileable(plan, problem.message_bytes, hardware, problem.operand_bytes) or unshareable(problem, plan)
 
 
-def untileable(plan: Plan, message_bytes: int, hardware: Hardware = H200) -> str | None:
+def untileable(plan: Plan, message_bytes: int, hardware: Hardware = H200, operand_bytes: int = 2) -> str | None:
     """Why no CTA can have the tile and ring of `plan`, naming the legal values; None if it can."""
-    if plan.tile not in {(rows, columns, 64) for rows in (64, 128, 256) for columns in (64, 128, 256)}:
-        return f"plan.tile={plan.tile}: rows and columns are 64, 128 or 256, the K step 64"
+    step = STEP_BYTES // operand_bytes
+    if plan.tile not in {(rows, columns, step) for rows in (64, 128, 256) for columns in (64, 128, 256)}:
+        return f"plan.tile={plan.tile}: rows and columns are 64, 128 or 256, the K step {step}"
     if plan.tile[0] * plan.tile[1] > 128 * 256:
         return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
     if plan.stages < 2:
@@ -129,8 +132,10 @@ def unshareable(problem: Problem, plan: Plan) -> str | None:
 def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
     """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles."""
     tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
-    compute = tiling.compute_us(tiles, max(problem.k, 64), plan.split, problem.sms)
+    k_steps = max(1, -(-problem.k // plan.tile[2]))
+    compute = tiling.compute_us(tiles, k_steps, plan.split, problem.sms)
     moved = operand_bytes(problem.m, problem.n, problem.k, plan.tile, problem.sms, hardware)
+    moved *= problem.operand_bytes / 2
     moved += problem.m * problem.n * problem.message_bytes
     memory = hardware.launch_us + moved / (hardware.memory_gbs * 1e3 * problem.sms / hardware.sms)
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
@@ -143,9 +148,10 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
     """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first."""
     found = []
     for tiling in TILINGS:
-        tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, tiling.tile)
+        tile = (*tiling.tile[:2], STEP_BYTES // problem.operand_bytes)
+        tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, tile)
         for split in SPLITS:
-            plan = Plan(tile=tiling.tile, stages=tiling.stages, split=split)
+            plan = Plan(tile=tile, stages=tiling.stages, split=split)
             idle = split > 1 and (whole_tiles(tiles, problem.sms, split) == tiles or problem.k < 128 * split)
             if not idle and not unsupported(problem, plan, hardware):
                 found.append((predict_us(problem, plan, tiling, hardware), plan))

@@ -12,6 +12,7 @@ from tileweave.planner.hardware import H200, Hardware
 
 GROUP_ROWS = 8  # tile rows that a wave walks together, so that its operands stay in L2
 WARPS = 4  # of a multiplier
+STEP_BYTES = 128  # of a row of A and a column of B in a K step: 64 elements of 16 bits, 128 of 8
 PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
 BARRIER_BYTES = 1024  # of a CTA's shared memory: mbarriers, and what the compiler keeps for warp partitions
 SLOWING = 0.2  # of what bounds a kernel by what does not
@@ -24,8 +25,8 @@ def part_rows(tile: Tile) -> int:
 
 
 def ring_bytes(tile: Tile, stages: int) -> int:
-    """Shared memory of the operand ring, of 16-bit elements."""
-    return stages * (tile[0] + tile[1]) * tile[2] * 2
+    """Shared memory of the operand ring."""
+    return stages * (tile[0] + tile[1]) * STEP_BYTES
 
 
 def part_buffers(tile: Tile, stages: int, message_bytes: int, hardware: Hardware = H200) -> int:
@@ -58,9 +59,12 @@ class Tiling:
     tile_us: float
     share_us: float
 
-    def compute_us(self, tiles: int, k: int, split: int, sms: int) -> float:
-        """Predicted time of `tiles` tiles of inner dimension `k` on `sms` SMs, operands at hand."""
-        launch, steps, ends, shares = work_of(tiles, math.ceil(k / self.tile[2]), split, sms)
+    def compute_us(self, tiles: int, k_steps: int, split: int, sms: int) -> float:
+        """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand.
+
+        A step of 8-bit operands has twice the elements at twice the rate, so it takes as long.
+        """
+        launch, steps, ends, shares = work_of(tiles, k_steps, split, sms)
         return self.launch_us * launch + self.step_us * steps + self.tile_us * ends + self.share_us * shares
 
 

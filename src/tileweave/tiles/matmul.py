@@ -231,6 +231,7 @@ def load_role(
 ):  # fmt: skip
     """Loader: for each tile, all K steps of A and B through the ring, then what its epilogue takes in."""
     mm = work.matmul
+    STEP_BYTES: gl.constexpr = mm.BK * (mm.a_desc.dtype.primitive_bitwidth // 8)
     epoch = this_epoch(mm)
     met = epoch == epoch
     at, previous = mm.ring.start(), -1
@@ -241,7 +242,7 @@ def load_role(
         for step in range(first, last):
             mm.ring.producer_wait(at)
             bar = mm.ring.ready_at(at)
-            gl.mbarrier_expect(bar, (mm.BM + mm.BN) * mm.BK * 2)
+            gl.mbarrier_expect(bar, (mm.BM + mm.BN) * STEP_BYTES)
             LOAD(work, at, bar, owner, a_row, col, step, epoch, there)
             at = mm.ring.next(at)
         if owner != previous:
@@ -331,8 +332,9 @@ def multiply_role(work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.c
     """Multiplier: accumulate half a tile, pass its parts through the op's epilogue to the storer."""
     mm = work.matmul
     epoch = this_epoch(mm)
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.BN, 16])
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, 16])
+    DEPTH: gl.constexpr = 256 // mm.a_desc.dtype.primitive_bitwidth
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.BN, DEPTH])
+    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, DEPTH])
     result = results(mm, HALF)
     at, done = mm.ring.start(), result.start()
     for u in range(first_unit(mm), units(mm), unit_step(mm)):

@@ -16,7 +16,8 @@ from tileweave.planner import Plan, Problem, plan_for, unsupported
 
 NAME = "matmul_reduce_scatter"
 REDUCTIONS = ("sum", "avg")
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+FP8 = torch.float8_e4m3fn
 
 
 class Like(NamedTuple):
@@ -63,7 +64,6 @@ class Call:
 
     dtype: torch.dtype
     bias: bool
-
     op: str
     deterministic: bool
     out_dtype: torch.dtype
@@ -92,9 +92,10 @@ class Agreement(NamedTuple):
         )
 
 
-def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms) -> None:
+def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    for name, x in (("a", a), ("b", b), ("bias", a if bias is None else bias)):
+    optional = ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)
+    for name, x in (("a", a), ("b", b), *((name, a if x is None else x) for name, x in optional)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout != torch.strided:
@@ -120,13 +121,15 @@ def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms) -> None
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which `x` reaches the operator: autocast, where it is on, casts it as it does for torch.matmul."""
     device = x.device.type
-    castable = x.is_floating_point() and x.dtype != torch.float64
+    castable = x.is_floating_point() and x.dtype not in (torch.float64, FP8)
     if castable and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype
 
 
-def check(world: int, a: Like, b: Like, op, bias: Like | None, deterministic, out_dtype, max_sms) -> Call:
+def check(
+    world: int, a: Like, b: Like, op, bias: Like | None, deterministic, out_dtype, max_sms, scale_a=None, scale_b=None
+) -> Call:
     """Hold the operator's arguments to the contract, in a group of `world` ranks; ValueError if they break it."""
     if len(a.shape) != 2 or len(b.shape) != 2:
         raise ValueError(
@@ -137,7 +140,11 @@ def check(world: int, a: Like, b: Like, op, bias: Like | None, deterministic, ou
     if k != k_b:
         raise ValueError(f"{NAME}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
     if dtype not in DTYPES or b.dtype != dtype:
-        raise ValueError(f"{NAME}: a and b must both be bfloat16 or both float16, got {dtype} and {b.dtype}")
+        raise ValueError(
+            f"{NAME}: a and b must both be bfloat16, both float16 or both float8_e4m3fn, got {dtype} and {b.dtype}"
+        )
+    check_scales(a, b, scale_a, scale_b)
+    wide = torch.bfloat16 if dtype == FP8 else dtype
     if b.device != a.device:
         raise ValueError(f"{NAME}: a is on {a.device} and b on {b.device}: they must be on one device")
     if m % world:
@@ -145,26 +152,52 @@ def check(world: int, a: Like, b: Like, op, bias: Like | None, deterministic, ou
         raise ValueError(f"{NAME}: a has {m} rows, not divisible by the world size {world}; {near} would be")
     if op not in REDUCTIONS:
         raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
-    if bias is not None and (tuple(bias.shape) != (n,) or bias.dtype != dtype or bias.device != a.device):
+    if bias is not None and (tuple(bias.shape) != (n,) or bias.dtype != wide or bias.device != a.device):
         raise ValueError(
-            f"{NAME}: bias must be [{n}] of {dtype} on {a.device}, "
+            f"{NAME}: bias must be [{n}] of {wide} on {a.device}, "
             f"got {list(bias.shape)} of {bias.dtype} on {bias.device}"
         )
-    if out_dtype not in (None, dtype, torch.float32):
-        raise ValueError(f"{NAME}: out_dtype must be {dtype} or torch.float32, got {out_dtype}")
+    if out_dtype not in (None, wide, torch.float32):
+        raise ValueError(f"{NAME}: out_dtype must be {wide} or torch.float32, got {out_dtype}")
     if max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
     return Call(
-        dtype, bias is not None, op, deterministic or world == 2, out_dtype or dtype, m, n, k, m // world, max_sms
+        dtype, bias is not None, op, deterministic or world == 2, out_dtype or wide, m, n, k, m // world, max_sms
     )
+
+
+def check_scales(a: Like, b: Like, scale_a: Like | None, scale_b: Like | None) -> None:
+    """ValueError unless float8 operands have both scales, others none: one value, or one a row of a, a column of b."""
+    if a.dtype != FP8:
+        if scale_a is not None or scale_b is not None:
+            raise ValueError(f"{NAME}: scale_a and scale_b go with float8_e4m3fn operands, but a is {a.dtype}")
+        return
+    many = {"scale_a": (scale_a, (a.shape[0], 1)), "scale_b": (scale_b, (1, b.shape[1]))}
+    for name, (scale, each) in many.items():
+        if scale is None:
+            raise ValueError(f"{NAME}: float8_e4m3fn operands need {name}: one float32 value, or {list(each)} of them")
+        if scale.dtype != torch.float32 or scale.device != a.device:
+            raise ValueError(f"{NAME}: {name} must be float32 on {a.device}, got {scale.dtype} on {scale.device}")
+        if scale.shape.numel() != 1 and tuple(scale.shape) != each:
+            raise ValueError(f"{NAME}: {name} must be one value or {list(each)}, got shape {list(scale.shape)}")
 
 
 @lru_cache(maxsize=4096)
 def settle(
-    site: Site, a: Like, b: Like, op, bias: Like | None, deterministic, out_dtype, plan: Plan | None, max_sms
+    site: Site,
+    a: Like,
+    b: Like,
+    op,
+    bias: Like | None,
+    deterministic,
+    out_dtype,
+    plan: Plan | None,
+    max_sms,
+    scale_a: Like | None = None,
+    scale_b: Like | None = None,
 ) -> tuple[Call, Route]:
     """`check`, then `choose`; remembered."""
-    call = check(site.world, a, b, op, bias, deterministic, out_dtype, max_sms)
+    call = check(site.world, a, b, op, bias, deterministic, out_dtype, max_sms, scale_a, scale_b)
     return call, choose(site, call, a.device, plan)
 
 
@@ -184,6 +217,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
         usable_sms(max(site.sms, 1), call),
         call.deterministic,
         linked=site.backend == "processes",
+        operand_bytes=call.dtype.itemsize,
     )
     if plan is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
@@ -202,7 +236,7 @@ def usable_sms(sms: int, call: Call) -> int:
 
 def unaddressable(call: Call) -> str | None:
     """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
-    for name, size in (("N", call.n), ("K", call.k)):
-        if size % 8:
-            return f"{name} = {size} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    for name, size, unit in (("N", call.n, 8), ("K", call.k, 16 // call.dtype.itemsize)):
+        if size % unit:
+            return f"{name} = {size} is not a multiple of {unit}, so rows are not 16-byte aligned as TMA needs"
     return None

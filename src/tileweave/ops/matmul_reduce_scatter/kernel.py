@@ -46,21 +46,28 @@ class Work:
     slot_stride: gl.tensor  # and the distance of the two, in elements
     out: gl.tensor_descriptor  # [rows, n], the result
     bias: gl.tensor
+    scale_a: gl.tensor  # of the rows of A, `step_a` apart: 0 if one scale is that of all,
+    step_a: gl.tensor
+    scale_b: gl.tensor  # and of the columns of B
+    step_b: gl.tensor
     rows: gl.tensor
     n: gl.tensor
     DETERMINISTIC: gl.constexpr
     HAS_BIAS: gl.constexpr
+    SCALED: gl.constexpr
     AVERAGE: gl.constexpr
     GROUP: gl.constexpr
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, slots, own_slots, slot_stride, out, bias, rows, n,
-        DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
+        self, matmul, flags, slots, own_slots, slot_stride, out, bias,
+        scale_a, step_a, scale_b, step_b, rows, n, DETERMINISTIC, HAS_BIAS, SCALED, AVERAGE, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags = matmul, flags
         self.slots, self.own_slots, self.slot_stride = slots, own_slots, slot_stride
         self.out, self.bias, self.rows, self.n = out, bias, rows, n
+        self.scale_a, self.step_a, self.scale_b, self.step_b = scale_a, step_a, scale_b, step_b
+        self.SCALED = gl.constexpr(SCALED)
         self.DETERMINISTIC, self.HAS_BIAS = gl.constexpr(DETERMINISTIC), gl.constexpr(HAS_BIAS)
         self.AVERAGE, self.GROUP = gl.constexpr(AVERAGE), gl.constexpr(GROUP)
 
@@ -117,8 +124,20 @@ def load_more(work, at, owner, row, col, epoch, met):
 
 
 @gl.jit
+def scaled(work, part, a_row, col, LAYOUT: gl.constexpr):
+    """A product of 8-bit operands times the scales of its rows and columns."""
+    rows = a_row + gl.arange(0, work.matmul.ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
+    of_rows = gl.load(work.scale_a + rows * work.step_a, mask=rows < work.rows * work.flags.world, other=0.0)
+    of_cols = gl.load(work.scale_b + cols * work.step_b, mask=cols < work.n, other=0.0)
+    return part * of_rows[:, None] * of_cols[None, :]
+
+
+@gl.jit
 def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
-    """Multiplier: a part of an own tile takes in what the peers have sent, and the bias."""
+    """Multiplier: scales; a part of an own tile takes in what the peers have sent, and the bias."""
+    if work.SCALED:
+        part = scaled(work, part, owner * work.rows + row, col, LAYOUT)
     if work.AVERAGE:  # before parts are sent and summed: a mean that the type can hold does not overflow on the way
         part = part * (1.0 / work.flags.world)
     if owner == work.flags.rank:
@@ -175,12 +194,17 @@ def publish(work, owner, count, epoch):
             gl.signal(work.flags, owner, work.flags.rank, epoch)
 
 
-@gl.jit(do_not_specialize=["rank", "slot_stride", "flags_stride", "timeout_us", "rows", "k", "whole", "split"])
+@gl.jit(
+    do_not_specialize=[
+        "rank", "slot_stride", "step_a", "step_b", "flags_stride", "timeout_us", "rows", "k", "whole", "split"
+    ]
+)  # fmt: skip
 def matmul_reduce_scatter_kernel(
-    rank, a_desc, b_desc, out_desc, slots_desc, own_slots, slot_stride, bias, scratch, flags_ptr, flags_stride, state,
+    rank, a_desc, b_desc, out_desc, slots_desc, own_slots, slot_stride, bias, scale_a, step_a, scale_b, step_b, scratch,
+    flags_ptr, flags_stride, state,
     timeout_us, rows, n, k, whole, split, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, C_BUFS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, A_T: gl.constexpr,
-    B_T: gl.constexpr, DETERMINISTIC: gl.constexpr, HAS_BIAS: gl.constexpr, AVERAGE: gl.constexpr,
+    B_T: gl.constexpr, DETERMINISTIC: gl.constexpr, HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, AVERAGE: gl.constexpr,
 ):  # fmt: skip
     """Rows [rows, n] of this rank of sum over ranks of a [WORLD * rows, k] @ b [k, n]. Grid: co-resident CTAs, one per SM."""
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
@@ -190,10 +214,10 @@ def matmul_reduce_scatter_kernel(
         A_T, B_T, 0,
     )  # fmt: skip
     work = Work(
-        mm, flags, slots_desc, own_slots, slot_stride, out_desc, bias, rows, n,
-        DETERMINISTIC, HAS_BIAS, AVERAGE, GROUP,
+        mm, flags, slots_desc, own_slots, slot_stride, out_desc, bias, scale_a, step_a, scale_b, step_b, rows, n,
+        DETERMINISTIC, HAS_BIAS, SCALED, AVERAGE, GROUP,
     )  # fmt: skip
     gl.grid_dependency_wait()
     run_matmul(
-        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, no_communicator
+        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, no_communicator, 64
     )  # fmt: skip

@@ -7,15 +7,22 @@ import torch
 
 from tileweave.fabric import Channel, Fabric, Variant
 from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
-from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
+from tileweave.ops.matmul_reduce_scatter.check import FP8, NAME, Call, usable_sms
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, tiles_of, whole_tiles
 
+Scales = tuple[torch.Tensor, torch.Tensor] | None  # of 8-bit operands
 
-def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+
+def unfused(
+    fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scales: Scales
+) -> torch.Tensor:
     """The fallback: the whole product, then the group's reduce-scatter."""
-    product = torch.matmul(a.float(), b.float()) if call.out_dtype == torch.float32 else torch.matmul(a, b)
+    if scales is not None:
+        product = torch.matmul(a.float(), b.float()) * scales[0] * scales[1]
+    else:
+        product = torch.matmul(a.float(), b.float()) if call.out_dtype == torch.float32 else torch.matmul(a, b)
     if call.op == "avg":  # before the sum, which may not overflow where the mean does not
         product = product / fabric.world_size
     result = fabric.reduce_scatter(product.to(call.out_dtype).contiguous())
@@ -42,28 +49,42 @@ class Prepared:
     scratch: int
     variant: Variant = field(default_factory=Variant)
 
-    def launch(self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Launch the kernel on the current stream. a, b and bias are 16-byte aligned."""
+    def launch(
+        self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scales: Scales
+    ) -> torch.Tensor:
+        """Launch the kernel on the current stream. a, b and bias are 16-byte aligned, scales in one piece."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         slots = (self.slots.at(out), out, 0) if isinstance(self.slots, Box) else self.slots
         extra = out if bias is None else bias
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else out
-        args = (fabric.rank, self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, scratch, *self.tail)
+        scale_a, scale_b = scales or (out, out)
+        scaling = scale_a, int(scale_a.numel() > 1), scale_b, int(scale_b.numel() > 1)
+        args = (fabric.rank, self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, *scaling, scratch, *self.tail)
         fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return out
 
 
 def fused(
-    fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, plan: Plan
+    fabric: Fabric,
+    call: Call,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    plan: Plan,
+    scales: Scales = None,
 ) -> tuple[torch.Tensor, Prepared | None]:
     """Launch the kernel on the current stream. Returns the result, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
-    own_a, own_b, own_bias = as_operand(a), as_operand(b), None if bias is None else as_vector(bias)
-    like_these = own_a is a and own_b is b and own_bias is bias
+    inner_last = call.dtype == FP8  # the tensor cores take 8-bit operands with the inner dimension in one piece
+    own_a, own_b = as_operand(a, inner_last), as_operand(b.t(), inner_last).t() if inner_last else as_operand(b)
+    own_bias = None if bias is None else as_vector(bias)
+    own_scales = None if scales is None else (scales[0].contiguous(), scales[1].contiguous())
+    like_these = own_a.data_ptr() == a.data_ptr() and own_b.data_ptr() == b.data_ptr() and own_bias is bias
+    like_these = like_these and (scales is None or all(x is y for x, y in zip(scales, own_scales, strict=True)))
     if call.k == 0:  # there is no descriptor of an empty tensor: multiply zeros, so that this rank still takes part
-        own_a, own_b, like_these = a.new_zeros(call.m, 8), b.new_zeros(8, call.n), False
+        own_a, own_b, like_these = a.new_zeros(call.m, 16), b.new_zeros(call.n, 16).t(), False
     prepared = prepare(fabric, call, own_a, own_b, plan)
-    return prepared.launch(fabric, own_a, own_b, own_bias), prepared if like_these else None
+    return prepared.launch(fabric, own_a, own_b, own_bias, own_scales), prepared if like_these else None
 
 
 def as_vector(bias: torch.Tensor) -> torch.Tensor:
@@ -107,6 +128,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         b_t,
         call.deterministic,
         call.bias,
+        call.dtype == FP8,
         call.op == "avg",
     )
     part = (part_rows(plan.tile), PART_BYTES // out.element_size())

@@ -21,11 +21,14 @@ def matmul_reduce_scatter(
     out_dtype: torch.dtype | None = None,
     plan: Plan | None = None,
     max_sms: int | None = None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """This rank's rows of the sum over ranks of `a @ b`: a matmul with the reduce-scatter inside its tile loop.
 
     Args:
-        a: `[M, K_local]`, bfloat16 or float16, any strides; M divisible by the world size, 0 included.
+        a: `[M, K_local]`, bfloat16, float16 or, with scales, float8_e4m3fn, any strides; M divisible by the world size,
+            0 included.
         b: `[K_local, N]`, dtype and device of `a`; a transposed weight (`w.t()`) costs no copy. M, N and K_local are
             the same on every rank.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
@@ -36,10 +39,14 @@ def matmul_reduce_scatter(
         deterministic: True: each source's part is kept apart and summed in a fixed order in float32, so that equal
             inputs give equal bits; always so for two ranks. False: parts are added in the result's dtype in order of
             arrival. None: True under torch.use_deterministic_algorithms.
-        out_dtype: dtype of the result and of what travels: that of `a` (default) or float32.
+        out_dtype: dtype of the result and of what travels: that of `a` (default; bfloat16 for float8) or float32.
         plan: a `Plan` to use instead of the planner's, the same on all ranks.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks, and leaves the others to
             whatever runs beside it; None: all that this rank has.
+        scale_a, scale_b: for float8_e4m3fn operands, float32: what this rank's product is multiplied with before it is
+            summed. One value each, or one for each row of a, `[M, 1]`, and each column of b, `[1, N]`. The tensor
+            cores take 8-bit operands with K in one piece: a row-major a and a transposed weight are not copied. They
+            sum them with about 14 bits, as torch's scaled_mm with use_fast_accum=True. No gradients.
 
     Returns:
         `[M / world, N]`, a fresh contiguous tensor, ready on the current stream. Products are accumulated in float32.
@@ -65,22 +72,35 @@ def matmul_reduce_scatter(
         FabricTimeout: a peer did not take part within the group's timeout.
     """
     options = op, bias, _resolve(deterministic), out_dtype
-    if _is_plain(a, b, bias):
-        return run(fabric_of(group, a.device), a, b, *options, plan, max_sms)
-    check_kinds(a, b, *options, plan, max_sms)
-    return OPERATOR(a, b, group_name(group), *options, "" if plan is None else plan.to_json(), max_sms or 0)
+    if _is_plain(a, b, bias, scale_a, scale_b):
+        return run(fabric_of(group, a.device), a, b, *options, plan, max_sms, scale_a, scale_b)
+    check_kinds(a, b, *options, plan, max_sms, scale_a, scale_b)
+    plan = "" if plan is None else plan.to_json()
+    return OPERATOR(a, b, group_name(group), *options, plan, max_sms or 0, scale_a, scale_b)
 
 
 def route(
-    a, b, group=None, *, op="sum", bias=None, deterministic=None, out_dtype=None, plan=None, max_sms=None
+    a,
+    b,
+    group=None,
+    *,
+    op="sum",
+    bias=None,
+    deterministic=None,
+    out_dtype=None,
+    plan=None,
+    max_sms=None,
+    scale_a=None,
+    scale_b=None,
 ) -> Route:
     """What `matmul_reduce_scatter` would do with these arguments; launches nothing, raises what it would raise."""
-    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
+    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a, scale_b)
+    of_scales = Like.of(scale_a), Like.of(scale_b)
     site, a, b, bias = Site.of(fabric_of(group, a.device)), Like.autocast(a), Like.autocast(b), Like.autocast(bias)
-    return settle(site, a, b, op, bias, _resolve(deterministic), out_dtype, plan, max_sms or 0)[1]
+    return settle(site, a, b, op, bias, _resolve(deterministic), out_dtype, plan, max_sms or 0, *of_scales)[1]
 
 
-def _is_plain(a, b, bias) -> bool:
+def _is_plain(a, b, *optional) -> bool:
     """Whether PyTorch's dispatcher would do nothing but call the operator's implementation.
 
     It comes to it through two kernels in Python, which takes as long as all the rest of a warm call but the launch.
@@ -93,7 +113,9 @@ def _is_plain(a, b, bias) -> bool:
     ):
         return False
     graded = torch.is_grad_enabled()
-    for x in (a, b) if bias is None else (a, b, bias):
+    for x in (a, b, *optional):
+        if x is None:
+            continue
         if (
             type(x) not in (torch.Tensor, torch.nn.Parameter)
             or (graded and x.requires_grad)

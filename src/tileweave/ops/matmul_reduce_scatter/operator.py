@@ -1,15 +1,16 @@
 """matmul_reduce_scatter as an operator of PyTorch: schema, implementation, shape function, gradients, autocast.
 
     tileweave::matmul_reduce_scatter(Tensor a, Tensor b, str group_name, str op, Tensor? bias, bool deterministic,
-                                     ScalarType? out_dtype, str plan, int max_sms) -> Tensor
+                                     ScalarType? out_dtype, str plan, int max_sms, Tensor? scale_a=None,
+                                     Tensor? scale_b=None) -> Tensor
 
 `group_name` is what `tileweave.fabric.group_name` says, `plan` a Plan as JSON or "" for the planner's, `max_sms` 0 for
 all. With G [M, N] the gradients of the result of all ranks, gathered, and s = 1 ("sum") or 1 / world ("avg"),
 
     grad a = s G b^T        grad b = s a^T G        grad bias = the sum of this rank's rows of G
 
-so a backward pass is a collective too, unless only `bias` needs a gradient: all_gather_matmul, which multiplies G by b^T
-while it arrives. All ranks run it, and the same inputs need gradients on all. G is gathered in the dtype of a; products
+so a backward pass is a collective too, unless only `bias` needs a gradient: all_gather_matmul, which multiplies G by
+b^T while it arrives. All ranks run it, and the same inputs need gradients on all. G is gathered in the dtype of a; products
 and sums are accumulated in float32.
 """
 
@@ -21,6 +22,7 @@ from torch.autograd import forward_ad
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.matmul_reduce_scatter.check import (
+    FP8,
     NAME,
     Agreement,
     Like,
@@ -35,7 +37,7 @@ from tileweave.planner import Plan
 
 LIBRARY.define(
     f"{NAME}(Tensor a, Tensor b, str group_name, str op, Tensor? bias, bool deterministic, ScalarType? out_dtype, "
-    "str plan, int max_sms) -> Tensor",
+    "str plan, int max_sms, Tensor? scale_a=None, Tensor? scale_b=None) -> Tensor",
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.matmul_reduce_scatter.default
@@ -44,20 +46,24 @@ _plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
-def _run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
+def _run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None):
     """The operator's implementation."""
     plan = _plan(plan) if plan else None
     if max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    return run(named_fabric(group_name, a.device), a, b, op, bias, deterministic, out_dtype, plan, max_sms or None)
+    options = op, bias, deterministic, out_dtype, plan, max_sms or None, scale_a, scale_b
+    return run(named_fabric(group_name, a.device), a, b, *options)
 
 
-def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms):
+def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None):
     """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch.
 
     The options are those of the public function, `deterministic` resolved.
     """
+    scales = None if scale_a is None and scale_b is None else (scale_a, scale_b)
     kinds = _kind(a), _kind(b), _kind(bias), op, deterministic, out_dtype, plan, max_sms
+    if scales is not None:
+        kinds += _kind(scale_a), _kind(scale_b)
     remembered = fabric.views(NAME)
     try:
         known = remembered.get(kinds) if remembered else None
@@ -67,18 +73,19 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms):
         agreement, prepared = known
         if fabric.compares:
             fabric.agree(agreement)
-        return prepared.launch(fabric, a, b, bias)
-    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms)
+        return prepared.launch(fabric, a, b, bias, scales)
+    check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a, scale_b)
     like = Like.of(a), Like.of(b), op, Like.of(bias)
-    call, route = settle(Site.of(fabric), *like, deterministic, out_dtype, plan, max_sms or 0)
+    of_scales = Like.of(scale_a), Like.of(scale_b)
+    call, route = settle(Site.of(fabric), *like, deterministic, out_dtype, plan, max_sms or 0, *of_scales)
     agreement = Agreement(call, route.plan)
     if fabric.compares:
         fabric.agree(agreement)
     if call.rows == 0 or call.n == 0:
         return torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     if route.plan is None:
-        return unfused(fabric, call, a, b, bias)
-    out, prepared = fused(fabric, call, a, b, bias, route.plan)
+        return unfused(fabric, call, a, b, bias, scales)
+    out, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
     remembered = fabric.views(NAME)
     if prepared is not None and remembered is not None:
         if len(remembered) == KINDS:
@@ -95,10 +102,11 @@ def _kind(x: torch.Tensor | None) -> tuple | None:
 
 
 @torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
-def _fake(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms):
+def _fake(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None):
     """The result's shape and dtype; the contract is checked here too, the plan is not."""
     like = Like.of(a), Like.of(b), op, Like.of(bias)
-    call = check(group_size(group_name), *like, deterministic, out_dtype, max_sms)
+    options = deterministic, out_dtype, max_sms, Like.of(scale_a), Like.of(scale_b)
+    call = check(group_size(group_name), *like, *options)
     return a.new_empty(call.rows, call.n, dtype=call.out_dtype)
 
 
@@ -110,7 +118,8 @@ class _Gradients(torch.autograd.Function):
         """Keep what the gradients need, and no more; then compute."""
         _, needs_a, needs_b, *_ = ctx.needs_input_grad
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
-        ctx.group_name, ctx.op, ctx.dtype, ctx.max_sms = group_name, op, a.dtype, options[-1]
+        ctx.group_name, ctx.op, ctx.dtype = group_name, op, a.dtype
+        ctx.max_sms, ctx.others = options[3], len(options)
         return _below_autograd(keys, a, b, group_name, op, bias, *options)
 
     @staticmethod
@@ -131,7 +140,7 @@ class _Gradients(torch.autograd.Function):
             else:
                 gathered = [torch.ops.tileweave.all_gather.default(grad, ctx.group_name, 0)]
             grad_b = a.t() @ gathered[0] if needs_b else None
-        return None, grad_a, grad_b, None, None, grad_bias, None, None, None, None
+        return None, grad_a, grad_b, None, None, grad_bias, *[None] * ctx.others
 
 
 def _below_autograd(keys, *args):
@@ -150,7 +159,9 @@ def _autograd(keys, a, b, group_name, op, bias, *options):
         raise NotImplementedError(
             f"{NAME} has no rules for torch.func transforms; its gradients are those of backward()"
         )
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias, *options[4:])):
+        if a.dtype == FP8:
+            raise NotImplementedError(f"{NAME} of float8_e4m3fn operands has no gradients; detach() them")
         return _Gradients.apply(keys, a, b, group_name, op, bias, *options)
     return _below_autograd(keys, a, b, group_name, op, bias, *options)
 

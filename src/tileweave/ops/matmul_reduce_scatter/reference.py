@@ -3,13 +3,16 @@
 import torch
 
 
-def reference(a, b, op="sum", bias=None) -> torch.Tensor:
+def reference(a, b, op="sum", bias=None, scales=None) -> torch.Tensor:
     """[M, N] float32: the sum ("sum") or mean ("avg") over ranks of a[r] @ b[r], plus bias once.
+
+    scales: for each rank a pair that its product is multiplied with.
 
     a, b: one operand per rank, `[M, K_r]` and `[K_r, N]`, all on one device. The shards of the ranks are its rows in
     order.
     """
-    total = sum(x.float() @ y.float() for x, y in zip(a, b, strict=True))
+    scales = scales or [(1.0, 1.0)] * len(a)
+    total = sum((x.float() @ y.float()) * s * t for x, y, (s, t) in zip(a, b, scales, strict=True))
     if op == "avg":
         total = total / len(a)
     return total if bias is None else total + bias.float()
