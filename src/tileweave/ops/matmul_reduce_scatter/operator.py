@@ -10,8 +10,8 @@ all. With G [M, N] the gradients of the result of all ranks, gathered, and s = 1
     grad a = s G b^T        grad b = s a^T G        grad bias = the sum of this rank's rows of G
 
 so a backward pass is a collective too, unless only `bias` needs a gradient: all_gather_matmul, which multiplies G by
-b^T while it arrives. All ranks run it, and the same inputs need gradients on all. G is gathered in the dtype of a; products
-and sums are accumulated in float32.
+b^T while it arrives. All ranks run it, and the same inputs need gradients on all. G is gathered in the dtype of a;
+products and sums are accumulated in float32.
 """
 
 from functools import lru_cache
