@@ -79,7 +79,7 @@ def test_the_prediction_is_no_better_than_each_limit():
         (dict(tile=(256, 256, 64)), "at most 32768"),
         (dict(stages=1), "at least 2"),
         (dict(stages=5), "a CTA has 232448"),
-        (dict(split=0), "expected 1 to 1, as the last wave has 68 of 2048 tiles, there are 132 SMs, and a tile has 64 K steps"),
+        (dict(split=0), "expected 1 to 1, as the last wave has 68 of 2048 tiles, there are 132 SMs"),
         (dict(split=2), "expected 1 to 1"),
         (dict(split=17, tile=(64, 64, 64)), "expected 1 to"),
     ],
