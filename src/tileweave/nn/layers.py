@@ -14,6 +14,7 @@ from torch import nn
 from tileweave.fabric import group_name
 from tileweave.nn.shard import ParallelLinear
 from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 
 
@@ -86,8 +87,6 @@ class RowParallelLinear(ParallelLinear):
         if self.world_size == 1:
             return F.linear(x, self.weight, self.bias)
         if not self.sequence_parallel:
-            from tileweave.ops.matmul_all_reduce import matmul_all_reduce
-
             out: Any = matmul_all_reduce(
                 x.flatten(0, -2), self.weight.t(), self.group, bias=self.bias, max_sms=self.max_sms
             )

@@ -15,6 +15,9 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """`module.state_dict()` with the whole weights of its parallel layers, as the model had them before `parallelize`.
 
     Collective: all ranks of the layers' groups call it. Each gets all of the weights, the split ones in new tensors.
+
+    A rank's own `module.state_dict()` has parts under the names of wholes. Save each rank's to a file of its own:
+    torch.distributed.checkpoint would take them for one tensor that all ranks have.
     """
     token = SAVES_WHOLE.set(True)
     try:
