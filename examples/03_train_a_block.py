@@ -115,7 +115,7 @@ def train(model, tokens, steps, rank=0, world=1, group=None):
         share = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * SEQUENCE)
         share.backward()
         if world > 1:
-            reduce_gradients(model, group)  # of norms, embedding and head; the others are complete
+            reduce_gradients(model)  # of norms, embedding and head; the others are complete
             losses.append(tw.all_reduce(share.detach(), group).item())
         else:
             losses.append(share.item())

@@ -63,8 +63,7 @@ def step(model, x, target, rank, group, plan=PLAN, dim=-2, call=lambda model, x:
     x = x.clone().requires_grad_()
     out = call(model, x)
     loss_of(out, target, count).backward()
-    if dim is not None:
-        reduce_gradients(model, group)
+    reduce_gradients(model)
     return out.detach(), x.grad, {name: p.grad for name, p in model.named_parameters()}
 
 

@@ -9,7 +9,16 @@ from torch.utils.checkpoint import checkpoint
 
 import tileweave as tw
 from tests.nn.models import PLAN, REPLICATED, Block, assert_equal_to, data, loss_of, make, step, truth
-from tileweave.nn import Column, ColumnParallelLinear, Row, RowParallelLinear, column_parallel, layers, parallelize
+from tileweave.nn import (
+    Column,
+    ColumnParallelLinear,
+    Row,
+    RowParallelLinear,
+    column_parallel,
+    layers,
+    parallelize,
+    reduce_gradients,
+)
 from tileweave.ops.matmul_reduce_scatter import relative_error
 
 
@@ -128,7 +137,7 @@ def test_gradients_accumulate_over_micro_batches():
         pairs = [each.chunk(2, 1)[rank].chunk(4) for each in (x, target)]
         for part, goal in zip(*pairs, strict=True):
             loss_of(mine(part), goal, target.numel()).backward()
-        tw.nn.reduce_gradients(mine, group)
+        reduce_gradients(mine)
         return {name: p.grad for name, p in mine.named_parameters()}
 
     true = truth(model, x, target)

@@ -101,6 +101,16 @@ def test_tied_weights_are_not_torn_apart():
         run({"head": "column"}, make=lambda: Model(tied=True))
 
 
+def test_parameters_that_are_not_plain_are_refused():
+    def scaled():
+        model = Model()
+        model.head.scale = nn.Parameter(torch.ones(1))
+        return model
+
+    with pytest.raises(TypeError, match=r"plan: head: .* plain parameters, got weight \(Parameter\), scale"):
+        run({"layers.*.q": "column", "head": "column"}, make=scaled)
+
+
 def test_what_is_no_plan_or_no_group():
     with pytest.raises(TypeError, match="plan: expected a dict of names and styles, got str"):
         parallelize(Model(), "column")

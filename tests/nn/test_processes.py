@@ -25,23 +25,19 @@ def member(rank, world, init, body):
     dist.destroy_process_group()
 
 
-def meshes(rank):
+def one_dimension(rank):
     """A 1-D mesh; results of all ranks are compared on each."""
-    model, (x, target) = make(), data(2, 9, 24)
-    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("tp",))
+    model, (x, target) = make(), data(2, 8, 24)
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     mine = step(model, x, target, rank, mesh)
-    every = [None] * 3
+    every = [None] * 4
     dist.all_gather_object(every, mine)
     assert_equal_to(truth(model, x, target), every, 1)
     whole = full_state_dict(parallelize(copy.deepcopy(model), PLAN, mesh))
     assert all(torch.equal(whole[key], value) for key, value in model.state_dict().items())
 
 
-def test_a_mesh_of_processes(tmp_path):
-    start(tmp_path, 3, meshes)
-
-
-def fsdp(rank):
+def two_dimensions(rank):
     """Two ranks of tensor parallelism times two of FSDP, which sees plain parameters. Two steps of SGD."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp, dp = mesh["tp"], mesh["dp"]
@@ -53,7 +49,7 @@ def fsdp(rank):
     for _ in range(2):
         loss = loss_of(mine(pick(x)), pick(target), target.numel() / 2)  # FSDP averages over dp
         loss.backward()
-        reduce_gradients(mine, tp)
+        reduce_gradients(mine)
         ours.step(), ours.zero_grad()
         total = loss.detach() / 2
         dist.all_reduce(total)
@@ -72,5 +68,10 @@ def fsdp(rank):
     assert moved > 0
 
 
-def test_fsdp_over_the_other_dimension_of_a_mesh(tmp_path):
-    start(tmp_path, 4, fsdp)
+def both(rank):
+    one_dimension(rank)
+    two_dimensions(rank)
+
+
+def test_meshes_and_fsdp_over_the_other_dimension(tmp_path):
+    start(tmp_path, 4, both)

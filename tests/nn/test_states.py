@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tileweave as tw
-from tests.nn.models import PLAN, Block, make
+from tests.nn.models import PLAN, REPLICATED, Block, make
 from tileweave.nn import ColumnParallelLinear, RowParallelLinear, full_state_dict, parallelize, reduce_gradients
 
 
@@ -102,7 +102,7 @@ def test_gradients_of_whole_parameters_are_summed():
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, rank + 1)
         model.head.bias.grad = None
-        reduce_gradients(model, group)
+        reduce_gradients(model)
         return {name: p.grad for name, p in model.named_parameters()}
 
     for rank, grads in enumerate(in_world(3, rank_program)):
@@ -110,6 +110,16 @@ def test_gradients_of_whole_parameters_are_summed():
         for name, grad in grads.items():
             split = name.startswith(("gate", "up")) or name == "down.weight"
             assert (grad == (rank + 1 if split else 6)).all(), name
+
+
+def test_gradients_without_sequence_parallel_layers_are_complete():
+    def rank_program(rank, group):
+        model = parallelize(Block(), REPLICATED, group)
+        model.norm.weight.grad = torch.ones(24)
+        reduce_gradients(model)
+        assert (model.norm.weight.grad == 1).all()
+
+    in_world(2, rank_program)
 
 
 def test_tied_layers_are_whole_under_both_names():

@@ -133,12 +133,11 @@ def _check_ties(module: nn.Module, styles: Mapping[str, object]) -> None:
 
 
 def _layer(name: str, linear: nn.Module, style: Column | Row, group: Group, dry: bool = False) -> ParallelLinear:
-    """The layer in place of `linear`; dry: only to see that it is possible. Errors begin with its name."""
+    """The layer in place of `linear`; dry: without its data, to see that it is possible. Errors begin with its name."""
     assert isinstance(linear, nn.Linear)
-    kind, options = LAYERS[type(style)], asdict(style)
+    kind = LAYERS[type(style)]
+    make = kind.without_data if dry else kind.from_linear
     try:
-        if dry:
-            return kind(linear.in_features, linear.out_features, device="meta", group=group, **options)
-        return kind.from_linear(linear, group, **options)
-    except ValueError as error:
-        raise ValueError(f"plan: {name}: {error}") from None
+        return make(linear, group, **asdict(style))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"plan: {name}: {error}") from None

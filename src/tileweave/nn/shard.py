@@ -41,9 +41,8 @@ class ParallelLinear(nn.Module):
         self.in_features, self.out_features = in_features, out_features
         self.group = resolve_group(group)
         self.rank, self.world_size = _place(self.group)
-        self.sequence_parallel, self.sequence_dim, self.max_sms, self.seed = (
-            sequence_parallel, sequence_dim, max_sms, seed,
-        )  # fmt: skip
+        self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
+        self.max_sms, self.seed = max_sms, seed
         size, world = getattr(self, self.SIZE), self.world_size
         if size % world:
             near = f"{size - size % world} or {size - size % world + world}" if size > world else f"{world}"
@@ -60,17 +59,31 @@ class ParallelLinear(nn.Module):
     def from_linear(cls, linear: nn.Linear, group: Group = None, **options: Any) -> Self:
         """The layer that computes what `linear` does, with copies of this rank's part of its weights.
 
-        linear: with the same weights on all ranks, on any device, "meta" included.
+        linear: with the same weights on all ranks, on any device, "meta" included. Its hooks stay its own.
         options: the layer's keyword arguments.
+
+        TypeError for what is no torch.nn.Linear, or has other than its plain parameters (weight norm, FSDP).
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"{cls.__name__}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
-        has_bias = linear.bias is not None
-        layer = cls(linear.in_features, linear.out_features, has_bias, device="meta", group=group, **options)
-        for name, whole in linear.named_parameters(recurse=False):
+        layer = cls.without_data(linear, group, **options)
+        for name, whole in linear.named_parameters():
             part = layer.part(name, whole.detach()).clone(memory_format=torch.contiguous_format)
             setattr(layer, name, nn.Parameter(part, requires_grad=whole.requires_grad))
         return layer.train(linear.training)
+
+    @classmethod
+    def without_data(cls, linear: nn.Linear, group: Group = None, **options: Any) -> Self:
+        """What `from_linear` makes, but with parameters on the device "meta"."""
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"{cls.__name__}: linear must be a torch.nn.Linear, got {type(linear).__name__}")
+        kinds = {name: type(parameter) for name, parameter in linear.named_parameters()}
+        if kinds not in ({"weight": nn.Parameter}, {"weight": nn.Parameter, "bias": nn.Parameter}):
+            found = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items())
+            raise TypeError(
+                f"{cls.__name__}: linear must have a weight, and perhaps a bias, that are plain parameters, "
+                f"got {found}; shard with FSDP, or change weights, afterwards"
+            )
+        has_bias = linear.bias is not None
+        return cls(linear.in_features, linear.out_features, has_bias, device="meta", group=group, **options)
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew: this rank's part of what a torch.nn.Linear of these sizes would draw.

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tileweave.fabric import Group
 from tileweave.nn.shard import SAVES_WHOLE, ParallelLinear
 from tileweave.ops.collectives import all_reduce
 
@@ -26,23 +25,26 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         SAVES_WHOLE.reset(token)
 
 
-def reduce_gradients(module: nn.Module, group: Group = None) -> None:
-    """Sum over the group's ranks the gradients of the parameters that all ranks have whole, in place. Collective.
+def reduce_gradients(module: nn.Module) -> None:
+    """Sum over the ranks the gradients of the parameters that all ranks have whole, in place. Collective.
 
-    For sequence-parallel models, between the backward pass (the last one, where several accumulate gradients) and the
-    optimizer's step. There norms, embeddings, and biases of row-parallel layers are the same on all ranks, but each
-    rank's gradient comes from its own tokens. The loss of a rank is its tokens' share of the whole loss: a sum divided
-    by the number of all tokens. Gradients of split weights are complete after the backward pass.
+    For models with sequence-parallel layers, between the backward pass (the last one, where several accumulate
+    gradients) and the optimizer's step. There norms, embeddings, and biases of row-parallel layers are the same on all
+    ranks, but each rank's gradient comes from its own tokens. The loss of a rank is its tokens' share of the whole
+    loss: a sum divided by the number of all tokens. Gradients of split weights are complete after the backward pass.
 
-    Without sequence parallelism (`sequence_parallel=False` throughout) every gradient is complete: do not call it.
-    Parameters without a gradient are left out; they are the same on all ranks.
+    The ranks are those of the group of the module's parallel layers. Where none of these is sequence parallel every
+    gradient is complete, and nothing is done. Parameters without a gradient are left out, the same on all ranks.
+
+    ValueError: the sequence-parallel layers have several groups.
     """
-    split = {
-        id(getattr(layer, name))
-        for layer in module.modules()
-        if isinstance(layer, ParallelLinear)
-        for name in layer.SPLIT
-    }
+    layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
+    split = {id(getattr(layer, name)) for layer in layers for name in layer.SPLIT}
+    groups = [layer.group for layer in layers if layer.sequence_parallel and layer.world_size > 1]
+    if not groups:
+        return
+    if any(group != groups[0] for group in groups):
+        raise ValueError("module: its sequence-parallel layers must have one group; call it for each part that has one")
     grads: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in module.parameters():
         if parameter.grad is not None and id(parameter) not in split:
@@ -50,6 +52,6 @@ def reduce_gradients(module: nn.Module, group: Group = None) -> None:
             local = grad.to_local() if isinstance(grad, DTensor) else grad  # of FSDP: this rank's shard of it
             grads.setdefault(local.dtype, []).append(local)
     for same in grads.values():
-        total = all_reduce(torch.cat([grad.flatten() for grad in same]), group)
+        total = all_reduce(torch.cat([grad.flatten() for grad in same]), groups[0])
         for grad, part in zip(same, total.split([grad.numel() for grad in same]), strict=True):
             grad.copy_(part.view(grad.shape))
