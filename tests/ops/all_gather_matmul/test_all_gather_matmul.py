@@ -111,7 +111,8 @@ def test_strided_misaligned_expanded_and_mixed_inputs_are_right():
 
 @pytest.mark.parametrize("return_gathered", [False, True])
 @pytest.mark.parametrize(
-    "rows, ns, k", [(0, [64], 64), (4, [0], 64), (4, [8, 0, 16], 64), (4, [64], 0), (0, [0], 0), (1, [1], 1), (2, [8], 8)]
+    "rows, ns, k",
+    [(0, [64], 64), (4, [0], 64), (4, [8, 0, 16], 64), (4, [64], 0), (0, [0], 0), (1, [1], 1), (2, [8], 8)],
 )
 def test_empty_and_single_sizes(rows, ns, k, return_gathered):
     a, b, bias = operands(2, rows, ns, k, seed=2)

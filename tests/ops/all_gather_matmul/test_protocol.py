@@ -1,5 +1,6 @@
-"""The protocol tables of the kernel and of the communicator are true: each edit that breaks one of their lines is found,
-harmless ones are not. The template's own edits are those of tests/ops/test_protocol.py.
+# ruff: noqa: E501  (a mutant per row)
+"""The protocol tables of the kernel and of the communicator are true: each edit that breaks one of their lines is
+found, harmless ones are not. The template's own edits are those of tests/ops/test_protocol.py.
 
 What is expected is the kind of finding: R race, D deadlock, P protocol error, W a wrong result; None: the edit is
 harmless and nothing may be reported.
@@ -40,7 +41,7 @@ MUTANTS = {
     "sends into the receiver's place": (KERNEL, [("* work.flags.world + work.flags.rank, row, k]", "* work.flags.world + receiver(work, block), row, k]")], "RW"),
     "loads the place of the next source": (KERNEL, [("* flags.world + owner, gl.where(", "* flags.world + (owner + 1) % flags.world, gl.where(")], "RW"),
     "loads from this rank in the intra-SM schedule": (KERNEL, [("source = owner if work.DIRECT else flags.rank", "source = flags.rank")], "RW"),
-    "sends own rows to the next rank in the intra-SM schedule": (KERNEL, [("        work.flags.rank\n        if work.DIRECT", "        (work.flags.rank + 1) % work.flags.world\n        if work.DIRECT")], "RW"),
+    "sends own rows to another rank in the intra-SM schedule": (KERNEL, [("distance = 0 if work.DIRECT", "distance = 1 if work.DIRECT")], "RW"),
     # gathered rows
     "kept before they are there": (KERNEL, [(KEPT, "            gl.tma_store(work.gathered")], "R"),
     "loaded over while they are stored": (KERNEL, [(READ, "")], "R"),

@@ -212,11 +212,8 @@ def tile_of(work, block, i):
 @gl.jit
 def receiver(work, block):
     """Whom a block goes to: the rank before this one first."""
-    return (
-        work.flags.rank
-        if work.DIRECT
-        else (work.flags.rank - 1 - block // work.blocks + work.flags.world) % work.flags.world
-    )
+    distance = 0 if work.DIRECT else 1 + block // work.blocks
+    return (work.flags.rank - distance + work.flags.world) % work.flags.world
 
 
 @gl.jit

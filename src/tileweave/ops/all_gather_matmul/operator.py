@@ -175,9 +175,9 @@ def _register_autocast(device: str) -> None:
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def cast(a, b, group_name, bias, *options):
-        b, bias = ([x.to(operand_dtype(x)) for x in xs] for xs in (b, bias))
+        (a,), b, bias = ([x.to(operand_dtype(x)) for x in xs] for xs in ([a], b, bias))
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            return OPERATOR(a.to(operand_dtype(a)), b, group_name, bias, *options)
+            return OPERATOR(a, b, group_name, bias, *options)
 
     LIBRARY.impl(NAME, cast, key)
 

@@ -1,0 +1,34 @@
+"""Compile the op's kernel for sm_90a without a GPU, under whichever Triton is on the path, and say what came out.
+
+    python tests/ops/all_gather_matmul/compiling.py     prints one JSON object: {variant: report}
+
+As tests/compiling.py, of which the fabric is: a variant goes through the op's own launch code.
+"""
+
+import json
+
+import torch
+
+from tests.compiling import CompilingFabric, meta
+from tests.ops.all_gather_matmul.variants import VARIANTS
+from tileweave import Plan
+from tileweave.ops.all_gather_matmul.check import settle
+from tileweave.ops.all_gather_matmul.launch import fused
+from tileweave.ops.matmul_reduce_scatter.check import Like, Site
+
+
+def compiled(world=4, ns=(1024,), bias=True, b_t=True, gathered=False, dtype="bfloat16", rows=1000, **plan) -> dict:
+    """One variant; `plan` are fields of a Plan."""
+    fabric, kind, k = CompilingFabric(world), getattr(torch, dtype), 520
+    a = meta(rows, k, dtype=kind)
+    b = [meta(n, k, dtype=kind).t() if b_t else meta(k, n, dtype=kind) for n in ns]
+    biases = [meta(n, dtype=kind) for n in ns] if bias else []
+    chosen = Plan(**{**dict(schedule="inter_sm", comm_sms=4 if world > 1 else 0), **plan})
+    like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, biases))
+    call, route = settle(Site.of(fabric), *like, gathered, chosen, 0)
+    fused(fabric, call, a, b, biases, route.plan)
+    return fabric.reports[-1]
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compiled(**options) for name, options in VARIANTS.items()}))

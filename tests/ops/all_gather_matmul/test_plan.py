@@ -1,0 +1,82 @@
+"""Plans of the op: choices, refusals and predictions; and how long its kernel is."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.ops.all_gather_matmul.problems import plan
+from tileweave.ops.all_gather_matmul import kernel
+from tileweave.planner.all_gather_matmul import Problem, block_tiles, candidates, plan_for, unsupported
+
+BIG = Problem(rows=1024, ns=(8192,), k=8192, world=8, sms=132)
+
+
+def test_between_gpus_a_few_sms_communicate():
+    for world, rows, n in ((2, 4096, 4096), (8, 1024, 3584), (8, 2048, 8192)):
+        chosen = plan_for(dataclasses.replace(BIG, world=world, rows=rows, ns=(n,)))
+        assert chosen.schedule == "inter_sm" and 2 <= chosen.comm_sms <= 8
+        assert f"push by {chosen.comm_sms} of 132 SMs" in chosen.reason and chosen.predicted_us > 0
+
+
+def test_more_compute_needs_fewer_communicators():
+    few, many = (plan_for(dataclasses.replace(BIG, ns=(n,))).comm_sms for n in (57344, 2048))
+    assert few < many
+
+
+def test_one_rank_and_one_sm():
+    alone = plan_for(dataclasses.replace(BIG, world=1))
+    assert (alone.comm_sms, alone.schedule) == (0, "inter_sm") and "plain matmul" in alone.reason
+    narrow = plan_for(dataclasses.replace(BIG, sms=1))
+    assert (narrow.comm_sms, narrow.schedule) == (1, "none") and "gather first" in narrow.reason
+
+
+@pytest.mark.parametrize("rows, ns, k", [(1, (8,), 8), (1, (8192,), 8), (8192, (8,), 8192), (16384, (57344, 8), 8192)])
+@pytest.mark.parametrize("world, sms", [(1, 132), (2, 66), (8, 16), (126, 1), (3, 2)])
+def test_every_problem_has_a_plan(rows, ns, k, world, sms):
+    problem = Problem(rows, ns, k, world, sms, linked=False)
+    chosen = plan_for(problem)
+    assert unsupported(problem, chosen) is None and chosen.reason
+    costs = [cost for cost, _ in candidates(problem)]
+    assert costs == sorted(costs)
+
+
+def test_the_prediction_counts_what_is_sent():
+    thin = dataclasses.replace(BIG, ns=(64,))
+    sent = 2 * thin.rows * thin.k * (thin.world - 1)
+    assert plan_for(thin).predicted_us >= sent / 350e3
+    assert plan_for(dataclasses.replace(thin, world=1, rows=8192)).predicted_us < plan_for(thin).predicted_us
+
+
+@pytest.mark.parametrize("comm_sms", [1, 2, 8, 16])
+@pytest.mark.parametrize("rows, k", [(1, 8), (1024, 8192), (8192, 64), (100000, 512), (130, 136)])
+@pytest.mark.parametrize("flags", [1, 15, 63])
+def test_blocks_cover_the_shard_with_the_flags_there_are(flags, rows, k, comm_sms):
+    problem = Problem(rows, (64,), k, 2, 132)
+    height = block_tiles(problem, plan(comm_sms=comm_sms), flags)
+    tiles = -(-rows // 128)
+    assert 1 <= height <= tiles and -(-tiles // height) <= flags
+    assert height == tiles or height * -(-k // 64) >= 4 * comm_sms
+
+
+# Roles that a world of one has no use for, and of `load` what it has beside its load from own rows.
+ADDED_ROLES = ("before_load", "tile_of", "receiver", "fetch", "send", "tell", "communicate")
+ADDED_TO_LOAD = """    else:
+        where = [(epoch & 1) * flags.world + owner, gl.where(there, row, work.rows), k]
+        source = owner if work.DIRECT else flags.rank
+        gl.load_async(work.slots, source, where, operand_buf(mm, at, work.slots), bar)
+"""
+
+
+def test_the_kernel_adds_fewer_than_fifty_lines_to_that_of_one_gpu():
+    """Decorators and all, but for docstrings; what all inter-SM kernels share is in tiles/."""
+    text = Path(kernel.__file__).read_text()
+    assert ADDED_TO_LOAD in text
+    count = len(ADDED_TO_LOAD.splitlines())
+    for role in ast.parse(text).body:
+        if isinstance(role, ast.FunctionDef) and role.name in ADDED_ROLES:
+            docstring = role.body.pop(0)
+            lines = role.end_lineno - role.decorator_list[0].lineno + 1
+            count += lines - (docstring.end_lineno - docstring.lineno + 1)
+    assert 40 < count < 50, count

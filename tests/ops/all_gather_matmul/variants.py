@@ -1,0 +1,20 @@
+"""The variants of the kernel that compiling.py compiles, which only a process with a Triton of its own may import."""
+
+FULL = dict(ns=(1024, 136, 64), gathered=True)
+VARIANTS = {
+    "inter-SM": dict(),
+    "inter-SM, three b, gathered": FULL,
+    "inter-SM, three b, gathered, b not transposed": dict(FULL, b_t=False),
+    "intra-SM, everything, tiles shared": dict(FULL, b_t=False, schedule="intra_sm", split=2, rows=100),
+    "none, three b, gathered, tiles shared": dict(
+        FULL, b_t=False, schedule="none", split=2, rows=100, tile=(128, 128, 64)
+    ),
+    "one rank": dict(world=1, bias=False),
+    "eight ranks, fp16": dict(world=8, dtype="float16"),
+    "slots beyond 2**31 elements": dict(rows=(1 << 21) + 1000),
+    "tile (256, 128, 64), gathered": dict(FULL, tile=(256, 128, 64)),
+    "tile (128, 128, 64), 6 stages": dict(FULL, tile=(128, 128, 64), stages=6),
+    "tile (128, 64, 64), 8 stages": dict(FULL, tile=(128, 64, 64), stages=8, b_t=False),
+    "tile (64, 256, 64), 5 stages": dict(FULL, tile=(64, 256, 64), stages=5, b_t=False),
+    "tile (64, 64, 64), 10 stages": dict(FULL, tile=(64, 64, 64), stages=10, split=2, rows=100),
+}
