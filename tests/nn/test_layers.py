@@ -67,12 +67,20 @@ def test_each_token_comes_to_its_place(world, dim):
         assert all(w.run(rank_program))
 
 
+def recorded(monkeypatch, name):
+    """The keyword arguments, and the second argument, of each call that the layers make of an op."""
+    calls, op = [], getattr(layers, name)
+
+    def record(a, b, group, **options):
+        calls.append((b, options))
+        return op(a, b, group, **options)
+
+    monkeypatch.setattr(layers, name, record)
+    return calls
+
+
 def test_projections_share_a_gather(monkeypatch):
-    calls = []
-    original = layers.all_gather_matmul
-    monkeypatch.setattr(
-        layers, "all_gather_matmul", lambda a, b, *args, **kw: calls.append(len(b)) or original(a, b, *args, **kw)
-    )
+    calls = recorded(monkeypatch, "all_gather_matmul")
     x = torch.randn(2, 4, 16).bfloat16()
 
     def rank_program(rank, group):
@@ -84,7 +92,25 @@ def test_projections_share_a_gather(monkeypatch):
 
     with tw.virtual_world(2, device="cpu") as w:
         w.run(rank_program)
-    assert sorted(calls) == [1] * 6 + [3] * 2
+    assert sorted(len(b) for b, _ in calls) == [1] * 6 + [3] * 2
+
+
+def test_options_reach_the_ops(monkeypatch):
+    names = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    gather, scatter, reduce = (recorded(monkeypatch, name) for name in names)
+    x = torch.randn(4, 16).bfloat16()
+
+    def rank_program(rank, group):
+        options = dict(dtype=torch.bfloat16, group=group, max_sms=2)
+        gathered = ColumnParallelLinear(16, 16, regather=True, **options)(x)
+        RowParallelLinear(16, 16, **options)(gathered)
+        RowParallelLinear(16, 16, sequence_parallel=False, **options)(gathered)
+
+    with tw.virtual_world(2, device="cpu") as w:
+        w.run(rank_program)
+    for calls in (gather, scatter, reduce):
+        assert [options["max_sms"] for _, options in calls] == [2, 2]
+    assert all(options["regather"] for _, options in gather)
 
 
 def test_plain_layers_may_take_their_place():
