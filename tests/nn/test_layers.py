@@ -85,10 +85,10 @@ def test_projections_share_a_gather(monkeypatch):
 
     def rank_program(rank, group):
         torch.manual_seed(rank)
-        q, k, v = (ColumnParallelLinear(16, n, dtype=torch.bfloat16, group=group) for n in (32, 8, 16))
+        q, k, v = (ColumnParallelLinear(16, n, dtype=torch.bfloat16, group=group) for n in (32, 16, 48))
         together = column_parallel(x[rank : rank + 1], q, k, v)
         alone = [layer(x[rank : rank + 1]) for layer in (q, k, v)]
-        assert all(relative_error(a, b) < 0.003 for a, b in zip(together, alone, strict=True))
+        assert all(relative_error(a, b) < 0.005 for a, b in zip(together, alone, strict=True))
 
     with tw.virtual_world(2, device="cpu") as w:
         w.run(rank_program)
