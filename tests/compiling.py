@@ -92,15 +92,6 @@ def words() -> dict:
     return compile_report(w.every_primitive, (0, pt, x, x, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
 
 
-def inter_sm(world=4) -> dict:
-    """The inter-SM schedule of the matmul template, which no op uses yet."""
-    from tests.tiles.all_gather import all_gather_matmul
-
-    fabric = CompilingFabric(world)
-    all_gather_matmul(fabric, meta(1000, 512), meta(512, 1024), grid=fabric.sms, tile=(128, 256, 64))
-    return fabric.reports[0]
-
-
 VARIANTS = {
     "add": reduce_scatter,
     "deterministic": lambda: reduce_scatter(deterministic=True),
@@ -132,7 +123,6 @@ VARIANTS = {
         for tiling in TILINGS
         for split in (1, 2)
     },
-    "inter-SM all-gather": inter_sm,
     "words": words,
 }
 

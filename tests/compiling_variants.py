@@ -23,6 +23,5 @@ NAMES = (
     "float32 result, shared tiles",
     "average, a transposed, b not, shared tiles",
     *(tiling_name(tiling, split) for tiling in TILINGS for split in (1, 2)),
-    "inter-SM all-gather",
     "words",
 )
