@@ -56,7 +56,9 @@ def parallelize(module: M, plan: Mapping[str, Style], group: Group = None) -> M:
     Returns:
         `module`. Its parallel layers hold copies of this rank's parts, and need a gradient where the layers did; make
         optimizers afterwards. What else of the model depends on the sizes is the model's: with sequence parallelism its
-        input is a shard of the sequence, and a rank has heads / world heads, so write them as -1 in view.
+        input is a shard of the sequence, and a rank has heads / world heads, so write them as -1 in view. Several
+        projections in one layer (a fused qkv) must become layers of their own first: a rank has a piece of the whole.
+        Projections share a gather where the model calls `column_parallel`.
 
     Raises, before anything is replaced:
         TypeError, ValueError: a pattern matches no torch.nn.Linear; a name has two styles; a size is not divisible by
