@@ -6,20 +6,31 @@ from dataclasses import dataclass, replace
 from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
-from tileweave.planner.tiling import TILINGS, Tiling, operand_bytes, overlapped, tiles_of, whole_tiles
+from tileweave.planner.tiling import (
+    PART_BYTES,
+    TILINGS,
+    Tiling,
+    operand_bytes,
+    overlapped,
+    part_buffers,
+    part_rows,
+    tiles_of,
+    whole_tiles,
+)
 
 SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2}  # how often the kernel of a schedule moves an element
 OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
-# A link carries elements that wait behind a tile loop at what an SM can have in flight by plain loads.
-SM_FETCH_GBS = 10.0
+MOVES = 2  # buffers of a CTA's mover, a part each
+SHARED_TILE = 128 * 128  # the most elements of a tile that CTAs share, where its accumulator takes in parts as well
+SM_FETCH_GBS = 15.0  # what an SM fetches by plain loads behind its tiles, an estimate
 
 
 @dataclass(frozen=True)
 class Problem:
     """One call of matmul + all-reduce as every rank sees it.
 
-    m, n: the product; k: this rank's share of the inner dimension; sms: SMs the kernel may use on this rank; linked:
-    whether peers are behind a link (False for virtual and emulated ranks).
+    m, n: the product; k: this rank's share of the inner dimension; sms: SMs the kernel may use on this rank; norm:
+    whether rows are normalized; linked: whether peers are behind a link (False for virtual and emulated ranks).
     """
 
     m: int
@@ -27,6 +38,7 @@ class Problem:
     k: int
     world: int
     sms: int
+    norm: bool = False
     linked: bool = True
 
 
@@ -36,8 +48,36 @@ def owners(problem: Problem, plan: Plan) -> int:
 
 
 def rows_of(problem: Problem, plan: Plan) -> int:
-    """Rows of an owner; the last ones have fewer, or none, and multiply what is beyond as if it were there."""
-    return math.ceil(problem.m / owners(problem, plan))
+    """Rows of an owner, whole tiles of them where there are several; the last ones have fewer, or none, and multiply what
+    is beyond as if it were there."""
+    if owners(problem, plan) == 1:
+        return problem.m
+    return math.ceil(problem.m / problem.world / plan.tile[0]) * plan.tile[0]
+
+
+def chunks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
+    """Tiles of an owner in a chunk, a wave of them at least, and how many chunks: as many as there are flags for."""
+    per, world = count_tiles(problem, plan) // owners(problem, plan), owners(problem, plan)
+    if world == 1:
+        return per, 1
+    tiles = max(min(problem.sms, per), math.ceil(per / (OWN_FLAGS // (2 * world))))
+    return tiles, math.ceil(per / tiles)
+
+
+def has_movers(problem: Problem, plan: Plan) -> bool:
+    """Whether every CTA has a warp that brings finished tiles to the result."""
+    return SHOTS[plan.schedule] == 2 and not problem.norm
+
+
+def result_buffers(problem: Problem, plan: Plan, hardware: Hardware = H200) -> int:
+    """Buffers for finished parts of each multiplier, beside those of a mover; 0 if none fits."""
+    return part_buffers(plan.tile, plan.stages, 2, _less_movers(problem, plan, hardware))
+
+
+def _less_movers(problem: Problem, plan: Plan, hardware: Hardware) -> Hardware:
+    """The hardware with the shared memory that is left beside a mover's buffers."""
+    taken = MOVES * part_rows(plan.tile) * PART_BYTES if has_movers(problem, plan) else 0
+    return replace(hardware, shared_bytes=hardware.shared_bytes - taken)
 
 
 def slot_bytes(problem: Problem, plan: Plan) -> int:
@@ -65,7 +105,14 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"plan.schedule={plan.schedule!r} has two flags for each of {problem.world} ranks, an op has {OWN_FLAGS}; "
             "'one_shot' and 'none' would do"
         )
-    return core.untileable(plan, 2, hardware) or core.unshareable(_alone(problem, plan), plan)
+    if SHOTS[plan.schedule] == 2 and plan.split > 1 and plan.tile[0] * plan.tile[1] > SHARED_TILE:
+        return (
+            f"plan.split={plan.split} with plan.tile={plan.tile}: the intra_sm schedule has registers to share tiles of up "
+            f"to {SHARED_TILE} elements"
+        )
+    return core.untileable(plan, 2, _less_movers(problem, plan, hardware)) or core.unshareable(
+        _alone(problem, plan), plan
+    )
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
@@ -93,11 +140,13 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
         two = 2 * hardware.launch_us + 2 * hardware.sync_us + 2 * result * peers / problem.world / link_rate
         one = hardware.launch_us + hardware.sync_us + result * peers / link_rate
         return loop + min(one, two)
-    # Behind the loop: one shot sums the places of all sources, two shots fetch finished rows and write them.
-    moved = result * (1 + (problem.world if shots == 1 else 1))
-    tail = moved / min(memory_rate, 2 * SM_FETCH_GBS * problem.sms * 1e3)
+    # Behind the loop: one shot sums the places of all sources, two shots bring the last chunk, or, to a norm, all.
+    chunks = 1 if problem.norm or shots == 1 else chunks_of(problem, plan)[1]
+    moved = result * (1 + (problem.world if shots == 1 else 1)) / chunks
+    tail = moved / min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
     if shots == 2 and problem.linked:
-        tail = max(tail, sent / link_rate)
+        tail = max(tail, sent / chunks / link_rate)
+        loop = max(loop, hardware.launch_us + (2 - 1 / chunks) * sent / link_rate)
     return loop + shots * hardware.sync_us + tail
 
 
@@ -117,10 +166,12 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
 
 WAYS = {
     "none": "one rank, so nothing is summed: a plain matmul",
-    "one_shot": "little to send, so every rank gets all parts and sums them (one shot, TMA store to a place per source)",
+    "one_shot": (
+        "little to send, so every rank gets all parts and sums them (one shot, TMA store to a place per source)"
+    ),
     "intra_sm": (
-        "an output tile is the message, so the CTA that made it sends it to the rank that sums it, from which all fetch "
-        "the sum (intra-SM, two shots, TMA store to a place per source)"
+        "an output tile is the message, so the CTA that made it sends it to the rank that sums it, from which "
+        "all fetch the sum (intra-SM, two shots, TMA store to a place per source)"
     ),
 }
 

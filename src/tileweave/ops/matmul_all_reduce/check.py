@@ -30,8 +30,8 @@ class Options(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call that keeps the contract. m, n: the product; k: this rank's inner size; bias, residual, norm: whether it has
-    these; deterministic: of the fallback, as the kernel always is."""
+    """A call that keeps the contract. m, n: the product; k: this rank's inner size; bias, residual, norm: whether it
+    has these; options.deterministic: of the fallback, as the kernel always is."""
 
     dtype: torch.dtype
     m: int
@@ -151,7 +151,8 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     sms, most = max(site.sms, 1), call.options.max_sms
-    return Problem(call.m, call.n, call.k, site.world, min(sms, most) if most else sms, site.backend == "processes")
+    usable = min(sms, most) if most else sms
+    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, linked=site.backend == "processes")
 
 
 def unaddressable(call: Call) -> str | None:

@@ -13,8 +13,16 @@ from tileweave.ops.matmul_all_reduce.kernel import matmul_all_reduce_kernel
 from tileweave.ops.matmul_reduce_scatter.check import Site
 from tileweave.ops.matmul_reduce_scatter.launch import slots_box
 from tileweave.planner import Plan
-from tileweave.planner.matmul_all_reduce import SHOTS, Problem, count_tiles, rows_of, slot_bytes
-from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, whole_tiles
+from tileweave.planner.matmul_all_reduce import (
+    SHOTS,
+    Problem,
+    chunks_of,
+    count_tiles,
+    result_buffers,
+    rows_of,
+    slot_bytes,
+)
+from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_rows, whole_tiles
 
 LANE_COLS = 8  # elements of a 16-byte access
 IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first
@@ -61,6 +69,7 @@ class Prepared:
     device: torch.device
     a: Box
     b: Box
+    out: Box  # also the residual's
     slots: tuple | Box
     tail: tuple
     grid: int
@@ -73,10 +82,10 @@ class Prepared:
         total = torch.empty(call.m, call.n, dtype=call.dtype, device=self.device)
         results = [torch.empty_like(total), total] if call.norm and not alone else [total]
         slots = (self.slots.at(total), total, 0, 0) if isinstance(self.slots, Box) else self.slots
-        others = (total if x is None or alone else x for x in extras)
+        others = [total if x is None or alone else x for x in extras]
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else total
         args = (
-            fabric.rank, self.a.at(a), self.b.at(b), *slots, total, results[0], *others, call.options.norm_eps,
+            fabric.rank, self.a.at(a), self.b.at(b), self.out.at(total), self.out.at(others[1]), *slots, total, results[0], *others, call.options.norm_eps,
             scratch, *self.tail,
         )  # fmt: skip
         fabric.launch(matmul_all_reduce_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
@@ -115,9 +124,8 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     part = (part_rows(plan.tile), PART_BYTES // a.element_size())
     tail = (
         channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n,
-        a_rows.shape[0] if a_t else a_rows.shape[1], whole, plan.split, problem.world, bm, bn, bk,
-        plan.stages, part_buffers(plan.tile, plan.stages, a.element_size()), plan.split > 1, GROUP_ROWS, a_t, b_t, shots,
-        call.bias, call.residual, call.norm, columns_at_once(problem, plan),
+        a_rows.shape[0] if a_t else a_rows.shape[1], *chunks_of(problem, plan), whole, plan.split, problem.world,
+        bm, bn, bk, plan.stages, result_buffers(problem, plan), plan.split > 1, GROUP_ROWS, a_t, b_t, shots, call.bias, call.residual, call.norm, columns_at_once(problem, plan),
     )  # fmt: skip
     slots: tuple | Box = slots_box(a.new_empty(1, 1, call.m, call.n), part)
     if shots:
@@ -128,6 +136,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         a.device,
         Box(a_rows, (bk, bm) if a_t else (bm, bk)),
         Box(b_rows, (bn, bk) if b_t else (bk, bn)),
+        Box(a.new_empty(call.m, call.n), part),
         slots,
         tail,
         grid,
@@ -136,8 +145,8 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
 
 
 def columns_at_once(problem: Problem, plan: Plan) -> int:
-    """Elements of a row that a CTA takes behind its tiles at once: as many as it has loads in flight for, and no more than
-    a row has, rounded up."""
+    """Elements of a row that a CTA takes behind its tiles at once: as many as it has loads in flight for, and no more
+    than a row has, rounded up."""
     sources = min(problem.world, 8) if SHOTS[plan.schedule] == 1 else 2
     most = IN_FLIGHT // (1 << (sources - 1).bit_length()) * 32 * WARPS * LANE_COLS
     return min(most, max(1 << (problem.n - 1).bit_length(), 32 * WARPS * LANE_COLS))

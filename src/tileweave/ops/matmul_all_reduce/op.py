@@ -4,7 +4,7 @@ import torch
 from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
-from tileweave.ops.matmul_all_reduce.check import NAME, Options, check_kinds, settle
+from tileweave.ops.matmul_all_reduce.check import Options, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.operator import OPERATOR, run
 from tileweave.ops.matmul_reduce_scatter.check import Like, Site, operand_dtype
 from tileweave.ops.route import Route
@@ -33,19 +33,20 @@ def matmul_all_reduce(
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
             virtual world, else torch.distributed's WORLD, else a world of one.
         bias: `[N]`, dtype of `a`, the same on all ranks; added once.
-        deterministic: whether equal inputs must give equal bits. The kernel's results always do, on all ranks the same;
-            True asks the fallback for a sum in rank order too. None: True under torch.use_deterministic_algorithms.
+        deterministic: whether equal inputs must give equal bits. The kernel's results always do, on all ranks the
+            same; True asks the fallback for a sum in rank order too. None: True under
+            torch.use_deterministic_algorithms.
         residual: `[M, N]`, dtype of `a`, the same on all ranks; added once.
         norm_weight: `[N]`, dtype of `a`, with `residual` only: also return the normed sum.
         norm_eps: is added to the mean of the squares under the root.
-        plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "one_shot", every rank gets all
-            ranks' parts and sums them; "intra_sm", every rank sums a share of the rows, which all then fetch; "none",
+        plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "one_shot", every rank gets
+            all ranks' parts and sums them; "intra_sm", every rank sums a share of the rows, which all then fetch; "none",
             first the matmul, then an `all_reduce`, which is also what a world of one has.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks; None: all that this rank has.
 
     Returns:
-        `[M, N]`: sum + bias + residual, a fresh contiguous tensor, ready on the current stream. With `norm_weight` a pair
-        of `[M, N]`: RMSNorm(that) * norm_weight, as torch.nn.functional.rms_norm has it, and that. Products are
+        `[M, N]`: sum + bias + residual, a fresh contiguous tensor, ready on the current stream. With `norm_weight` a
+        pair of `[M, N]`: RMSNorm(that) * norm_weight, as torch.nn.functional.rms_norm has it, and that. Products are
         accumulated in float32; what travels has the dtype of `a`, and is summed in float32.
 
     Where the fabric or the shape does not allow the fused kernel (`explain` says why) the same is computed by
@@ -91,7 +92,8 @@ def route(
 
 
 def _is_plain(*tensors) -> bool:
-    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation; see matmul_reduce_scatter."""
+    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation, as in
+    matmul_reduce_scatter."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()

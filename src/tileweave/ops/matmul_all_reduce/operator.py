@@ -4,12 +4,13 @@
                                  Tensor? norm_weight, float norm_eps, str plan, int max_sms) -> Tensor[]
 
 The results are sum + bias + residual, after its norm if there is a `norm_weight`. `group_name` is what
-`tileweave.fabric.group_name` says, `plan` a Plan as JSON or "" for the planner's, `max_sms` 0 for all. With G [M, N] the
-gradient of sum + bias + residual, to which that of the norm contributes,
+`tileweave.fabric.group_name` says, `plan` a Plan as JSON or "" for the planner's, `max_sms` 0 for all. With G [M, N]
+the gradient of sum + bias + residual, to which that of the norm contributes,
 
     grad a = G b^T      grad b = a^T G      grad bias = the sum of the rows of G      grad residual = G
 
-G is the same on all ranks as long as they all do the same with the results, which are the same: nothing is communicated.
+G is the same on all ranks as long as they all do the same with the results, which are the same: nothing is
+communicated.
 """
 
 from functools import lru_cache

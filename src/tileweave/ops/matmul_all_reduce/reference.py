@@ -2,7 +2,8 @@
 
 import torch
 
-from tileweave.ops.matmul_reduce_scatter.reference import relative_error, tolerance as reduce_scatter_tolerance
+from tileweave.ops.matmul_reduce_scatter.reference import relative_error
+from tileweave.ops.matmul_reduce_scatter.reference import tolerance as reduce_scatter_tolerance
 
 __all__ = ["reference", "relative_error", "tolerance"]
 
@@ -23,6 +24,6 @@ def reference(a, b, bias=None, residual=None, norm_weight=None, norm_eps=1e-6):
 
 
 def tolerance(dtype: torch.dtype, world: int) -> float:
-    """Largest acceptable `relative_error` for results of `dtype`: of parts that are rounded once each, of their rounded sum,
-    and of a norm of that."""
+    """Largest acceptable `relative_error` for results of `dtype`: of parts that are rounded once each, of their
+    rounded sum, and of a norm of that."""
     return 1.5 * reduce_scatter_tolerance(dtype, world, False)
