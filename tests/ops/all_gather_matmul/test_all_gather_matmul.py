@@ -169,7 +169,7 @@ def test_max_sms_bounds_the_grid(monkeypatch):
     assert len(grids) == 2 and set(grids) <= {2, 3}
 
 
-@pytest.mark.parametrize("world, schedule", [(72, "inter_sm"), (MAX_RANKS, "none"), (MAX_RANKS, "intra_sm")])
+@pytest.mark.parametrize("world, schedule", [(33, "intra_sm"), (72, "inter_sm"), (MAX_RANKS, "none")])
 def test_more_ranks_than_a_node_of_eight_or_a_rack_has(world, schedule):
     """Every peer has a flag and a counter of its own."""
     a, b, bias = operands(world, 1, [8], 8, seed=1)
