@@ -51,7 +51,8 @@ def copy(tmp_path):
     """A folder with the script and what it reads."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
-    shutil.copy(ROOT / "constraints-cpu.txt", tmp_path)
+    for file in ("constraints-cpu.txt", "pyproject.toml"):
+        shutil.copy(ROOT / file, tmp_path)
     return tmp_path
 
 
