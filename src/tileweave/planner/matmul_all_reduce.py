@@ -48,8 +48,8 @@ def owners(problem: Problem, plan: Plan) -> int:
 
 
 def rows_of(problem: Problem, plan: Plan) -> int:
-    """Rows of an owner, whole tiles of them where there are several; the last ones have fewer, or none, and multiply what
-    is beyond as if it were there."""
+    """Rows of an owner, whole tiles of them where there are several; the last ones have fewer, or none, and multiply
+    what is beyond as if it were there."""
     if owners(problem, plan) == 1:
         return problem.m
     return math.ceil(problem.m / problem.world / plan.tile[0]) * plan.tile[0]
@@ -107,8 +107,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         )
     if SHOTS[plan.schedule] == 2 and plan.split > 1 and plan.tile[0] * plan.tile[1] > SHARED_TILE:
         return (
-            f"plan.split={plan.split} with plan.tile={plan.tile}: the intra_sm schedule has registers to share tiles of up "
-            f"to {SHARED_TILE} elements"
+            f"plan.split={plan.split} with plan.tile={plan.tile}: the intra_sm schedule has registers to share "
+            f"tiles of up to {SHARED_TILE} elements"
         )
     return core.untileable(plan, 2, _less_movers(problem, plan, hardware)) or core.unshareable(
         _alone(problem, plan), plan

@@ -85,8 +85,8 @@ class Prepared:
         others = [total if x is None or alone else x for x in extras]
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else total
         args = (
-            fabric.rank, self.a.at(a), self.b.at(b), self.out.at(total), self.out.at(others[1]), *slots, total, results[0], *others, call.options.norm_eps,
-            scratch, *self.tail,
+            fabric.rank, self.a.at(a), self.b.at(b), self.out.at(total), self.out.at(others[1]), *slots, total,
+            results[0], *others, call.options.norm_eps, scratch, *self.tail,
         )  # fmt: skip
         fabric.launch(matmul_all_reduce_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return finished(fabric, call, total, extras) if alone else results
@@ -125,7 +125,8 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     tail = (
         channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n,
         a_rows.shape[0] if a_t else a_rows.shape[1], *chunks_of(problem, plan), whole, plan.split, problem.world,
-        bm, bn, bk, plan.stages, result_buffers(problem, plan), plan.split > 1, GROUP_ROWS, a_t, b_t, shots, call.bias, call.residual, call.norm, columns_at_once(problem, plan),
+        bm, bn, bk, plan.stages, result_buffers(problem, plan), plan.split > 1, GROUP_ROWS, a_t, b_t, shots,
+        call.bias, call.residual, call.norm, columns_at_once(problem, plan),
     )  # fmt: skip
     slots: tuple | Box = slots_box(a.new_empty(1, 1, call.m, call.n), part)
     if shots:
