@@ -124,13 +124,14 @@ def _alone(problem: Problem, plan: Plan) -> core.Problem:
 def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
     """T_launch + max(T_compute, T_memory, T_send) + T_sync, then what comes behind the tile loop, in microseconds."""
     tiles = count_tiles(problem, plan)
-    compute = tiling.compute_us(tiles, max(problem.k, 64), plan.split, problem.sms)
+    compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, problem.sms)
     memory_rate = hardware.memory_gbs * 1e3 * problem.sms / hardware.sms
     link_rate = hardware.link_gbs * 1e3
     result = 2.0 * problem.m * problem.n
     operands = operand_bytes(problem.m, problem.n, problem.k, plan.tile, problem.sms, hardware)
     peers, shots = problem.world - 1, SHOTS[plan.schedule]
-    sent = result * (peers if shots == 1 else peers / problem.world)  # and as much comes
+    # What a rank sends, and as much comes; two shots: to, and then from, an owner who has all his rows.
+    sent = peers * 2.0 * problem.n * min(rows_of(problem, plan), problem.m)
     memory = hardware.launch_us + (operands + result + (sent if shots else 0)) / memory_rate
     link = hardware.launch_us + sent / link_rate if problem.linked and shots else 0.0
     loop = max(overlapped(compute, memory), link)

@@ -29,10 +29,11 @@ BOTH = {  # found in either schedule
     "parts of one multiplier expected": ([("(mm.BN // mm.WIDTH) * mm.HALVES\n        sent", "(mm.BN // mm.WIDTH)\n        sent")], "RD"),
     "count not put back": ([('            gl.atomic_xchg(sent, 0, sem="relaxed", scope="gpu")\n', "")], "RD"),
     "tells nobody but itself": ([(ALL, ALL.replace("signal_all(flags, ", "signal(flags, flags.rank, "))], "D"),
-    "one slot for all calls": ([(text, text.replace("& 1", "& 0")) for text in SLOTS], "R"),
     "sends into the slot of the next call": ([(SLOTS[0], SLOTS[0].replace("epoch & 1", "(epoch & 1) ^ 1"))], "RW"),
 }  # fmt: skip
+ONE_SLOT = [(text, text.replace("& 1", "& 0")) for text in SLOTS]
 ONE_SHOT = {
+    "one slot for all calls": (ONE_SLOT, "R"),
     "does not wait behind the tile loop": ([(BEHIND, "met = epoch == epoch")], "R"),
     "waits for the previous call's flags": ([(BEHIND, BEHIND.replace("epoch", "epoch - 1"))], "R"),
     "waits for all ranks but the last": ([(BEHIND, BEHIND.replace("count, epoch", "count - 1, epoch"))], "R"),
@@ -48,12 +49,12 @@ TWO_SHOTS = {
     "does not wait for the peers' parts": ([(MEET, "gl.fence_proxy_async()\n")], "R"),
     "waits for the previous call's parts": ([(MEET, MEET.replace("epoch", "epoch - 1"))], "R"),
     "no fence before the peers' parts are loaded": ([(MEET, MEET.replace("        gl.fence_proxy_async()\n", ""))], "R"),
-    "waits for the parts of the first chunk": ([(MEET, MEET.replace("phase - work.flags.rank", "0"))], "R"),
+    "waits for the parts of the first chunk": ([(MEET, MEET.replace("phase - work.flags.rank", "0"))], "RD"),
     "mover does not wait": ([(MOVER, "gl.fence_proxy_async()\n")], "R"),
     "mover waits for the previous call": ([(MOVER, MOVER.replace("epoch", "epoch - 1"))], "R"),
     "mover waits for parts instead of finished tiles": ([(MOVER, MOVER.replace("work.chunks * flags.world + ", ""))], "R"),
     "mover does not fence": ([(MOVER, MOVER.replace("                gl.fence_proxy_async()\n", ""))], "R"),
-    "mover waits once an owner": ([("            if phase != previous:\n", "            if owner != previous:\n"), ("                previous = phase\n            row", "                previous = owner\n            row")], None),
+    "mover waits once an owner": ([("            if phase != previous:\n", "            if owner != previous:\n"), ("                previous = phase\n            row", "                previous = owner\n            row")], "R"),
     "mover waits once": ([("            if phase != previous:\n", "            if previous < 0:\n")], "R"),
     "mover stores before the tile is there": ([("            work.moves.consumer_wait(at)\n", "")], "R"),
     "mover loads over what is being stored": ([("            gl.store_read_wait(0)\n            from_row", "            from_row")], "R"),
@@ -64,6 +65,7 @@ TWO_SHOTS = {
     "finished tiles share the flags of parts": ([(ALL, "gl.signal_all(flags, phase, epoch)")], "RD"),
     "an own tile takes in too few parts": ([("return work.flags.world - 1 +", "return work.flags.world - 2 +")], "RDPW"),
     # harmless
+    "one slot for all calls, as every rank fetches from every other in each": (ONE_SLOT, None),
     "a fence more": ([(MEET, MEET + "        gl.fence_proxy_async()\n")], None),
     "mover waits for each tile": ([("            if phase != previous:\n", "            if previous < phase + 1000:\n")], None),
     "movers take the last owner first": ([("owner = (flags.rank + 1 + u // count) % flags.world\n            phase", "owner = (flags.rank + 2 * flags.world - 1 - u // count) % flags.world\n            phase")], None),
