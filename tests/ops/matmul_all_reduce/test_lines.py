@@ -1,4 +1,4 @@
-"""How much device code the all-reduce adds to the matmul of one GPU."""
+"""How much device code the all-reduce adds to the matmul of one GPU with its bias, residual and norm."""
 
 import ast
 import inspect
@@ -8,44 +8,37 @@ from tileweave.ops.matmul_all_reduce import launch
 
 ADDS = "# ---------------------------------------------------------------- what the all-reduce adds"
 KERNEL = "# ---------------------------------------------------------------- the kernel"
-SHARED = {"run_with_movers"}  # the template's list of roles once more, with a mover in it
-NORM = {"normalize"}
-
-
-def statements(functions):
-    """Lines of the functions' bodies that hold code: no docstrings, comments, blank lines."""
-    lines = set()
-    for function in functions:
-        body = function.body[1:] if isinstance(function.body[0], ast.Expr) else function.body
-        for statement in body:
-            for node in ast.walk(statement):
-                if hasattr(node, "lineno"):
-                    lines.add(node.lineno)
-    return len(lines)
+BOTH = {"store", "publish"}
+ONE_SHOT = {"fetch", "sum_up", "hand_out"}
+TWO_SHOTS = {"tiles_of", "locate", "is_own", "meet", "more_parts", "load_more", "epilogue", "move_tile", "move_role"}
+WIRING = {"run_with_movers"}  # the template's list of roles once more, with one in addition
 
 
 def added():
-    """Functions that belong to the all-reduce, by name."""
+    """Lines of the functions that belong to the all-reduce, by name: signatures and decorators, but no docstrings."""
     text = Path(inspect.getsourcefile(launch)).with_name("kernel.py").read_text()
     first, last = (text[: text.index(mark)].count("\n") + 1 for mark in (ADDS, KERNEL))
-    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    return {f.name: f for f in functions if first < f.lineno < last and f.name not in SHARED}
-
-
-ONE_SHOT = {"store", "publish", "fetch", "sum_up", "hand_out"}
-TWO_SHOTS = {"is_own", "meet", "more_parts", "load_more", "epilogue", "store", "publish", "move_tile", "move_role"}
+    counts = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and first < node.lineno < last:
+            docstring = node.body[0]
+            lines = node.end_lineno - node.decorator_list[0].lineno + 1
+            counts[node.name] = lines - (docstring.end_lineno - docstring.lineno + 1)
+    return counts
 
 
 def test_every_function_belongs_to_a_schedule():
-    assert set(added()) == ONE_SHOT | TWO_SHOTS | {"locate", "tiles_of"}
+    assert set(added()) == BOTH | ONE_SHOT | TWO_SHOTS | WIRING
 
 
-def test_one_shot_adds_fewer_than_fifty_lines():
-    functions = added()
-    assert 20 < statements(functions[name] for name in ONE_SHOT) < 50, statements(functions[n] for n in ONE_SHOT)
+def test_one_shot_adds_fewer_than_fifty_lines_of_code_of_its_own():
+    """Of `store` those of the other schedules, of `publish` the signal to an owner, are not counted."""
+    counts = added()
+    others = 7 + 2
+    assert 30 < sum(counts[name] for name in BOTH | ONE_SHOT) - others < 50
 
 
-def test_lines_of_two_shots():
-    functions = added()
-    names = TWO_SHOTS | {"locate", "tiles_of"}
-    assert statements(functions[name] for name in names) < 100, statements(functions[name] for name in names)
+def test_two_shots_do_not_grow():
+    """More than the fifty lines that a fused kernel is meant to add: about fifty to send and sum, fifty to fetch."""
+    counts = added()
+    assert sum(counts[name] for name in BOTH | TWO_SHOTS) < 135

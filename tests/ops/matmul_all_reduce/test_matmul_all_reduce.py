@@ -160,7 +160,10 @@ def test_seventy_two_ranks(schedule):
     a, b, extras = operands(world, 2, 8, 8, 1, "r")
     plan = small(schedule)
     if schedule == "intra_sm":
-        with tw.virtual_world(world, device="cpu", sms=1) as w, pytest.raises(ValueError, match="72 ranks, an op has 128"):
+        with (
+            tw.virtual_world(world, device="cpu", sms=1) as w,
+            pytest.raises(ValueError, match="72 ranks, an op has 128"),
+        ):
             w.run(lambda rank, group: tw.explain("matmul_all_reduce", a[rank], b[rank], group, plan=plan))
         return
     with tw.virtual_world(world, device="cpu", sms=1) as w:

@@ -15,7 +15,7 @@ from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 PERFORMED = "        gl.store_wait(0)\n        gl.barrier()\n        chunk ="
 MEET = "met = gl.wait_all(work.flags, phase - work.flags.rank, work.flags.world, epoch, skip=phase)\n        gl.fence_proxy_async()\n"
-BEHIND = "met = gl.wait_all(flags, (work.SHOTS - 1) * count, count, epoch)"
+BEHIND = "met = gl.wait_all(work.flags, (work.SHOTS - 1) * count, count, epoch)"
 MOVER = "there = gl.wait(flags, work.chunks * flags.world + phase, epoch)\n                gl.fence_proxy_async()\n"
 ALL = "gl.signal_all(flags, (work.SHOTS - 1) * work.chunks * flags.world + phase, epoch)"
 SLOTS = ("(epoch & 1) * flags.world + flags.rank", "(epoch & 1) * flags.world + i ", "(epoch & 1) * work.flags.world + owner", "(epoch & 1) * work.flags.world + source")  # fmt: skip
@@ -41,7 +41,7 @@ ONE_SHOT = {
     "sums all sources but the last": ([("(first + j < flags.world)", "(first + j < flags.world - 1)")], "W"),
     "stores into the place of another source": ([("flags.world, [place, row, col], buf)\n    if work.SHOTS == 2", "flags.world, [place ^ 1, row, col], buf)\n    if work.SHOTS == 2")], "RPW"),
     # harmless
-    "waits for the peers in another order": ([(BEHIND, "met = gl.wait(flags, count - 1, epoch) & gl.wait_all(flags, 0, count - 1, epoch)")], None),
+    "waits for the peers in another order": ([(BEHIND, "met = gl.wait(work.flags, count - 1, epoch) & gl.wait_all(work.flags, 0, count - 1, epoch)")], None),
     "sends to itself first": ([("(flags.rank + 1 + i) % flags.world, [place", "(flags.rank + i) % flags.world, [place")], None),
     "a barrier more": ([(PERFORMED, PERFORMED.replace("        chunk", "        gl.barrier()\n        chunk"))], None),
 }  # fmt: skip
@@ -72,7 +72,7 @@ TWO_SHOTS = {
 }  # fmt: skip
 NORMED = {  # two shots that end with whole rows
     "does not wait behind the tile loop": ONE_SHOT["does not wait behind the tile loop"],
-    "waits for the first chunk": ([(BEHIND, BEHIND.replace("count, epoch", "flags.world, epoch"))], "R"),
+    "waits for the first chunk": ([(BEHIND, BEHIND.replace("count, epoch", "work.flags.world, epoch"))], "R"),
     "fetches from the next owner": ([("total += fetch(work, owner, owner,", "total += fetch(work, (owner + 1) % flags.world, owner,")], "RW"),
 }  # fmt: skip
 

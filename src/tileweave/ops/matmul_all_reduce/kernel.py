@@ -156,6 +156,34 @@ def normalize(extras, row, squares, L: gl.constexpr):
         gl.store(extras.normed + start + cols, x.to(extras.normed.dtype.element_ty), mask=keep)
 
 
+@gl.jit
+def finish_rows(work, met, epoch, TAKE: gl.constexpr):
+    """All CTAs: rows of the result, of which TAKE gives the elements, and what is made of them; those of the next rank's
+    owner first."""
+    extras = work.extras
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, gl.num_warps()], [1, 0])
+    pieces = 1 if extras.NORM else gl.cdiv(work.n, extras.COLS)
+    for item in range(gl.program_id(0), extras.m * pieces, gl.num_programs(0)):
+        row = (item // pieces + (work.flags.rank + 1) * work.rows) % extras.m
+        start = item % pieces * extras.COLS
+        squares = gl.zeros([1, extras.COLS], gl.float32, L)
+        for col in range(start, work.n if extras.NORM else start + extras.COLS, extras.COLS):
+            cols = col + gl.arange(0, extras.COLS, gl.SliceLayout(0, L))[None, :]
+            keep = cols < work.n
+            here = row.to(gl.int64) * work.n + cols
+            total = TAKE(work, row, cols, keep, met, epoch, L)
+            if work.SHOTS == 1:
+                total = add_bias(extras, total, col, L)
+                if extras.HAS_RESIDUAL:
+                    total += gl.load(extras.residual + here, mask=keep, other=0.0).to(gl.float32)
+            total = total.to(extras.total.dtype.element_ty)
+            gl.store(extras.total + here, total, mask=keep)
+            x = total.to(gl.float32)
+            squares += gl.where(keep, x * x, 0.0)
+        if extras.NORM:
+            normalize(extras, row, gl.sum(gl.sum(squares, 1), 0), L)
+
+
 # ---------------------------------------------------------------- what the all-reduce adds
 
 
@@ -376,31 +404,10 @@ def sum_up(work, row, cols, keep, met, epoch, L: gl.constexpr):
 
 @gl.jit
 def hand_out(work, epoch):
-    """All CTAs, behind their tiles: sum rows or fetch them from their owners, those of the next rank first."""
-    flags, extras = work.flags, work.extras
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, gl.num_warps()], [1, 0])
-    count = work.chunks * flags.world
-    met = gl.wait_all(flags, (work.SHOTS - 1) * count, count, epoch)
-    pieces = 1 if extras.NORM else gl.cdiv(work.n, extras.COLS)
-    for item in range(gl.program_id(0), extras.m * pieces, gl.num_programs(0)):
-        row = (item // pieces + (flags.rank + 1) * work.rows) % extras.m
-        start = item % pieces * extras.COLS
-        squares = gl.zeros([1, extras.COLS], gl.float32, L)
-        for col in range(start, work.n if extras.NORM else start + extras.COLS, extras.COLS):
-            cols = col + gl.arange(0, extras.COLS, gl.SliceLayout(0, L))[None, :]
-            keep = cols < work.n
-            total = sum_up(work, row, cols, keep, met, epoch, L)
-            here = row.to(gl.int64) * work.n + cols
-            if work.SHOTS == 1:
-                total = add_bias(extras, total, col, L)
-                if extras.HAS_RESIDUAL:
-                    total += gl.load(extras.residual + here, mask=keep, other=0.0).to(gl.float32)
-            total = total.to(extras.total.dtype.element_ty)
-            gl.store(extras.total + here, total, mask=keep)
-            x = total.to(gl.float32)
-            squares += gl.where(keep, x * x, 0.0)
-        if extras.NORM:
-            normalize(extras, row, gl.sum(gl.sum(squares, 1), 0), L)
+    """All CTAs, behind their tiles: sum rows, or fetch them from their owners."""
+    count = work.chunks * work.flags.world
+    met = gl.wait_all(work.flags, (work.SHOTS - 1) * count, count, epoch)
+    finish_rows(work, met, epoch, sum_up)
 
 
 # ---------------------------------------------------------------- the kernel
