@@ -113,9 +113,7 @@ def _is_plain(a, b, *optional) -> bool:
     ):
         return False
     graded = torch.is_grad_enabled()
-    for x in (a, b, *optional):
-        if x is None:
-            continue
+    for x in (a, b, *(x for x in optional if x is not None)):
         if (
             type(x) not in (torch.Tensor, torch.nn.Parameter)
             or (graded and x.requires_grad)
