@@ -39,7 +39,10 @@ def test_a_number_that_is_1_is_a_constant_unless_it_must_not_be():
     [
         ((tiles(), tiles(), 4), r"args: copy_kernel takes 6 \(source, out, tiles, STAGES, BY_TMA, CONSUMERS\), got 3"),
         ((tiles(), "out", 4, 3, True, 1), "out: expected a tensor, a TensorDescriptor or a number, got str"),
-        ((torch.empty(1, dtype=torch.complex64), tiles(), 4, 3, True, 1), "source: expected a tensor of one of .*complex64"),
+        (
+            (torch.empty(1, dtype=torch.complex64), tiles(), 4, 3, True, 1),
+            "source: expected a tensor of one of .*complex64",
+        ),
     ],
 )
 def test_what_is_no_argument(args, message):

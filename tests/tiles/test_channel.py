@@ -47,7 +47,10 @@ FAULTS = {
     "        gl.store_read_wait(0)\n": ("", RaceError),
     "        work.ring.release(at)\n": ("", DeadlockError),
     "            work.ring.publish(at)\n": ("", DeadlockError),
-    "        work.ring.release(at)\n        at = work.ring.next(at)\n": ("        work.ring.release(at)\n", EmulatorError),
+    "        work.ring.release(at)\n        at = work.ring.next(at)\n": (
+        "        work.ring.release(at)\n",
+        EmulatorError,
+    ),
     "        buf = work.bufs.index(at.slot)\n": ("        buf = work.bufs.index(0)\n", EmulatorError),
     "make_channel(STAGES, CONSUMERS)": ("make_channel(STAGES, 2 * CONSUMERS)", DeadlockError),
 }

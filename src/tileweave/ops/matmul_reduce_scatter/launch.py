@@ -80,7 +80,8 @@ def fused(
     own_bias = None if bias is None else as_vector(bias)
     own_scales = None if scales is None else (scales[0].contiguous(), scales[1].contiguous())
     like_these = own_a.data_ptr() == a.data_ptr() and own_b.data_ptr() == b.data_ptr() and own_bias is bias
-    like_these = like_these and (scales is None or all(x is y for x, y in zip(scales, own_scales, strict=True)))
+    if scales is not None and own_scales is not None:
+        like_these = like_these and own_scales[0] is scales[0] and own_scales[1] is scales[1]
     if call.k == 0:  # there is no descriptor of an empty tensor: multiply zeros, so that this rank still takes part
         own_a, own_b, like_these = a.new_zeros(call.m, 16), b.new_zeros(call.n, 16).t(), False
     prepared = prepare(fabric, call, own_a, own_b, plan)

@@ -75,8 +75,8 @@ def matmul_reduce_scatter(
     if _is_plain(a, b, bias, scale_a, scale_b):
         return run(fabric_of(group, a.device), a, b, *options, plan, max_sms, scale_a, scale_b)
     check_kinds(a, b, *options, plan, max_sms, scale_a, scale_b)
-    plan = "" if plan is None else plan.to_json()
-    return OPERATOR(a, b, group_name(group), *options, plan, max_sms or 0, scale_a, scale_b)
+    text = "" if plan is None else plan.to_json()
+    return OPERATOR(a, b, group_name(group), *options, text, max_sms or 0, scale_a, scale_b)
 
 
 def route(
