@@ -18,8 +18,8 @@ Between processes:
     one-shot, two-shot    torch.mm into symmetric memory, then torch.ops.symm_mem.{one,two}_shot_all_reduce
     matmul    torch.mm alone
 
-Calls are replayed from CUDA graphs, a few in a row, so that host time does not count; the contenders take turns. Prints a
-table and writes JSON where --json says. Each result is checked against a float32 truth first.
+Calls are replayed from CUDA graphs, a few in a row, so that host time does not count; the contenders take turns. Prints
+a table and writes JSON where --json says. Each result is checked against a float32 truth first.
 """
 
 import argparse
@@ -140,9 +140,9 @@ def on_virtual_ranks(options: argparse.Namespace) -> list[dict]:
             tile = "x".join(map(str, plan["tile"][:2]))
             figures = "  ".join(f"{name} {times[0]:.1f}" for name, times in us.items())
             print(
-                f"W={world} M={shape[0]} N={shape[1]} K_local={shape[2]}: us {figures}  {row['overhead_percent']:+.1f}% over "
-                f"local, {row['over_matmul_us']:+.1f} us over matmul; {plan['schedule']} {tile} split {plan['split']}, "
-                f"predicted {plan['predicted_us']}",
+                f"W={world} M={shape[0]} N={shape[1]} K_local={shape[2]}: us {figures}  "
+                f"{row['overhead_percent']:+.1f}% over local, {row['over_matmul_us']:+.1f} us over matmul; "
+                f"{plan['schedule']} {tile} split {plan['split']}, predicted {plan['predicted_us']}",
                 flush=True,
             )
             torch.cuda.empty_cache()
@@ -163,6 +163,11 @@ def rivals(a: torch.Tensor, b: torch.Tensor) -> dict[str, Callable[[], torch.Ten
     shared = symmetric.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
     symmetric.rendezvous(shared, name)
 
+    def fused_call() -> torch.Tensor:
+        result = tw.matmul_all_reduce(a, b)
+        assert isinstance(result, torch.Tensor)
+        return result
+
     def nccl() -> torch.Tensor:
         torch.mm(a, b, out=product)
         dist.all_reduce(product)
@@ -177,7 +182,7 @@ def rivals(a: torch.Tensor, b: torch.Tensor) -> dict[str, Callable[[], torch.Ten
         return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", name)
 
     return {
-        "fused": lambda: tw.matmul_all_reduce(a, b),
+        "fused": fused_call,
         "nccl": nccl,
         "one-shot": one_shot,
         "two-shot": two_shot,
@@ -198,17 +203,19 @@ def measure_process(m: int, n: int, k: int, rounds: int) -> dict:
     a, b = torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16().t()
     truth = a.float() @ b.float()
     dist.all_reduce(truth)
-    runs, errors = rivals(a, b), {}
+    runs = rivals(a, b)
+    errors: dict[str, float | str] = {}
     for name, run in list(runs.items()):
         if name == "matmul":
             continue
         try:
-            errors[name] = slowest(relative_error(run(), truth))
+            error = slowest(relative_error(run(), truth))
         except (AttributeError, RuntimeError) as failure:  # a rival that does not run here is left out, and said so
             errors[name] = f"does not run: {str(failure).splitlines()[0]}"
             del runs[name]
             continue
-        assert errors[name] <= 2 * tolerance(torch.bfloat16, world), (name, errors[name])
+        assert error <= 2 * tolerance(torch.bfloat16, world), (name, error)
+        errors[name] = error
     del truth
     timed = {name: several(run) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}

@@ -21,7 +21,7 @@ from tileweave.planner.tiling import (
 SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2}  # how often the kernel of a schedule moves an element
 OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
 MOVES = 2  # buffers of a CTA's mover, a part each
-SHARED_TILE = 128 * 128  # the most elements of a tile that CTAs share, where its accumulator takes in parts as well
+SHARED_TILE = 128 * 128  # the most elements of a tile that CTAs share: there are no more registers for accumulators
 SM_FETCH_GBS = 15.0  # what an SM fetches by plain loads behind its tiles, an estimate
 
 
@@ -105,10 +105,10 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"plan.schedule={plan.schedule!r} has two flags for each of {problem.world} ranks, an op has {OWN_FLAGS}; "
             "'one_shot' and 'none' would do"
         )
-    if SHOTS[plan.schedule] == 2 and plan.split > 1 and plan.tile[0] * plan.tile[1] > SHARED_TILE:
+    if SHOTS[plan.schedule] > 0 and plan.split > 1 and plan.tile[0] * plan.tile[1] > SHARED_TILE:
         return (
-            f"plan.split={plan.split} with plan.tile={plan.tile}: the intra_sm schedule has registers to share "
-            f"tiles of up to {SHARED_TILE} elements"
+            f"plan.split={plan.split} with plan.tile={plan.tile}: the {plan.schedule} schedule has registers "
+            f"to share tiles of up to {SHARED_TILE} elements"
         )
     return core.untileable(plan, 2, _less_movers(problem, plan, hardware)) or core.unshareable(
         _alone(problem, plan), plan

@@ -1,3 +1,4 @@
+# ruff: noqa: E501  (a mutant per row)
 """The protocol table of the kernel is true: each edit that breaks one of its lines is found, harmless ones are not.
 
 An edit is (old text, new text) in kernel.py; the old text must occur exactly once. What is expected is the kind of

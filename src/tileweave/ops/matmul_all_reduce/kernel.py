@@ -373,7 +373,7 @@ def run_with_movers(
                 (MOVE, (work, epoch)),
             ],
             [4, 1, 1, 1, 1],
-            [224, 48, 48, 48, 48],
+            [224, 56, 56, 56, 56],
         )
 
 
@@ -454,7 +454,7 @@ def matmul_all_reduce_kernel(
     else:
         EPILOGUE: gl.constexpr = epilogue if SHOTS == 2 else no_more
         run_matmul(
-            work, locate, nothing_before_load, load_operands, meet, load_more, EPILOGUE, store, publish, no_communicator
+            work, locate, nothing_before_load, load_operands, meet, load_more, EPILOGUE, store, publish, no_communicator, 56
         )  # fmt: skip
         if SHOTS > 0:
             hand_out(work, epoch)
