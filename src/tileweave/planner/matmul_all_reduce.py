@@ -21,7 +21,7 @@ from tileweave.planner.tiling import (
 SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2}  # how often the kernel of a schedule moves an element
 OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
 MOVES = 2  # buffers of a CTA's mover, a part each
-SHARED_TILE = 128 * 128  # the most elements of a tile that CTAs share: there are no more registers for accumulators
+SMALL_TILE = 128 * 128  # elements of an accumulator beside which there are registers for other things
 SM_FETCH_GBS = 15.0  # what an SM fetches by plain loads behind its tiles, an estimate
 
 
@@ -105,10 +105,11 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"plan.schedule={plan.schedule!r} has two flags for each of {problem.world} ranks, an op has {OWN_FLAGS}; "
             "'one_shot' and 'none' would do"
         )
-    if SHOTS[plan.schedule] > 0 and plan.split > 1 and plan.tile[0] * plan.tile[1] > SHARED_TILE:
+    narrow = {f"plan.split={plan.split}": plan.split > 1, "norm_weight": problem.norm and SHOTS[plan.schedule] == 2}
+    if SHOTS[plan.schedule] > 0 and any(narrow.values()) and plan.tile[0] * plan.tile[1] > SMALL_TILE:
         return (
-            f"plan.split={plan.split} with plan.tile={plan.tile}: the {plan.schedule} schedule has registers "
-            f"to share tiles of up to {SHARED_TILE} elements"
+            f"plan.tile={plan.tile} with {' and '.join(name for name, holds in narrow.items() if holds)}: "
+            f"the {plan.schedule} schedule has registers for tiles of up to {SMALL_TILE} elements then"
         )
     return core.untileable(plan, 2, _less_movers(problem, plan, hardware)) or core.unshareable(
         _alone(problem, plan), plan
@@ -134,7 +135,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     sent = peers * 2.0 * problem.n * min(rows_of(problem, plan), problem.m)
     memory = hardware.launch_us + (operands + result + (sent if shots else 0)) / memory_rate
     link = hardware.launch_us + sent / link_rate if problem.linked and shots else 0.0
-    loop = max(overlapped(compute, memory), link)
+    loop = overlapped(overlapped(compute, memory), link)
     if shots == 0:
         if peers == 0:
             return loop

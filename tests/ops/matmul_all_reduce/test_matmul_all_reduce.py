@@ -232,7 +232,11 @@ WRONG = [
     (dict(plan=Plan(schedule="inter_sm")), ValueError, "has 'none', 'one_shot', 'intra_sm'"),
     (dict(plan=Plan(schedule="one_shot", comm_sms=2)), ValueError, "comm_sms=2: the one_shot schedule has 0"),
     (dict(plan=Plan(schedule="intra_sm", stages=9)), ValueError, "bytes of shared memory"),
-    (dict(plan=Plan(schedule="intra_sm", split=2)), ValueError, "share tiles of up to 16384 elements"),
+    (
+        dict(plan=Plan(schedule="intra_sm", split=2)),
+        ValueError,
+        r"with plan.split=2: .* registers for tiles of up to 16384 elements",
+    ),
 ]
 
 

@@ -1,5 +1,6 @@
 """matmul_all_reduce: how it is computed, in one kernel, or by a matmul and an all-reduce."""
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ from tileweave.planner.matmul_all_reduce import (
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_rows, whole_tiles
 
 LANE_COLS = 8  # elements of a 16-byte access
-IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first
+IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first,
+LANE_VECTORS = 4  # and how many of them go into sums of their own, which take registers
 
 
 class Extras(NamedTuple):
@@ -146,8 +148,13 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
 
 
 def columns_at_once(problem: Problem, plan: Plan) -> int:
-    """Elements of a row that a CTA takes behind its tiles at once: as many as it has loads in flight for, and no more
-    than a row has, rounded up."""
+    """Elements of a row that a CTA takes behind its tiles at once: as many as it has loads in flight for, and fewer
+    where a row has fewer, or where there would be nothing left for other CTAs to take."""
     sources = min(problem.world, 8) if SHOTS[plan.schedule] == 1 else 2
-    most = IN_FLIGHT // (1 << (sources - 1).bit_length()) * 32 * WARPS * LANE_COLS
-    return min(most, max(1 << (problem.n - 1).bit_length(), 32 * WARPS * LANE_COLS))
+    least = 32 * WARPS * LANE_COLS
+    columns = min(IN_FLIGHT // (1 << (sources - 1).bit_length()), LANE_VECTORS) * least
+    while columns > least and (
+        columns >= 2 * problem.n or (not problem.norm and 2 * problem.m * math.ceil(problem.n / columns) <= problem.sms)
+    ):
+        columns //= 2
+    return columns
