@@ -100,6 +100,7 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, calls: int) ->
         best = plan_for(Problem(m, n, k, 1, world.sms, linked=False))
         contenders: dict[str, Callable[[], None]] = {}
         errors: dict[str, float] = {}
+        kept = []  # what the graphs read and write
         for name, extras, alone, chosen in (
             ("fused", none, False, plan),
             ("normed", given, False, normed),
@@ -107,6 +108,7 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, calls: int) ->
             ("matmul", none, True, best),
         ):
             launches, results, streams = record(world, a, b, extras, alone, chosen)
+            kept.append(launches)
             contenders[name] = together(launches, streams, calls)
             for each in results:
                 each[-1].fill_(float("nan"))
