@@ -157,3 +157,18 @@ def test_ranks_drift_apart():
 
 def test_findings_are_emulator_errors():
     assert all(issubclass(kind, EmulatorError) for kind in (RaceError, DeadlockError, ProtocolError))
+
+
+@pytest.mark.parametrize(("ahead", "reached"), [(0, True), (2**16 - 1, True), (2**16, False), (2**31 + 7, False)])
+def test_a_flag_far_ahead_is_one_that_was_left_behind(ahead, reached):
+    out, flags = torch.zeros(1, dtype=torch.int32), flags_of(1, first=(100 + ahead + 2**31) % 2**32 - 2**31)
+    world = World(1)
+
+    def run():
+        world.run(lambda r: world.launch(k.waits, (1,), r, 1, flags, HEADER + 8, 5, 100, out))
+
+    if reached:
+        run()
+    else:
+        with pytest.raises(DeadlockError):
+            run()

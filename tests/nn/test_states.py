@@ -133,3 +133,17 @@ def test_tied_layers_are_whole_under_both_names():
 
     for whole in in_world(2, rank_program):
         assert all(torch.equal(x, whole[key]) for key, x in model.state_dict().items())
+
+
+def test_gradients_of_a_model_that_mixes_both_kinds_are_refused():
+    """Which norms see tokens of one rank, and which see all, cannot be told."""
+
+    def rank_program(rank, group):
+        both = nn.Sequential(
+            ColumnParallelLinear(16, 16, group=group),
+            RowParallelLinear(16, 16, group=group, sequence_parallel=False),
+        )
+        with pytest.raises(ValueError, match="must all be sequence parallel, or none"):
+            reduce_gradients(both)
+
+    in_world(2, rank_program)

@@ -18,6 +18,12 @@ def _value(word) -> int:
 
 ABORT, RECORD, HEADER_WORDS = (_value(word) for word in (lang.ABORT, lang.RECORD, lang.HEADER_WORDS))
 _WORD_BYTES = 4
+_LEAD = 1 << 16  # a flag that is further ahead of what is waited for has been left behind long ago
+
+
+def _reached(value: int, expected: int) -> bool:
+    """Whether a flag has come as far as `expected`, or up to _LEAD beyond."""
+    return (value - expected) % (1 << 32) < _LEAD
 
 
 class Flags:
@@ -72,14 +78,14 @@ def wait(flags, index, expected):
     byte, abort = element * _WORD_BYTES, flags.ptr.offset + flags.rank * flags.stride + ABORT
     expected = int(expected)
     me.pause()
-    while not flat[abort].item() and wrapped(flat[element].item() - expected) < 0:
+    while not flat[abort].item() and not _reached(flat[element].item(), expected):
         me.block(memory.watch(byte, abort * _WORD_BYTES), _describe, flags, index, expected, element)
     if flat[abort].item():
         me.sync()
         return False
     place = Place(me, f"wait for flag {index} to reach {expected}")
     memory.access("atomic", strided(element, (), (), _WORD_BYTES), me, place)
-    memory.acquire_signal(byte, me, lambda value: wrapped(value - expected) >= 0)
+    memory.acquire_signal(byte, me, lambda value: _reached(value, expected))
     me.sync()
     return True
 

@@ -242,8 +242,9 @@ def fence_proxy_async(_semantic=None):
 class Flags:
     """The flag blocks of all ranks: `[world, stride]` int32, the first HEADER_WORDS of a block reserved.
 
-    A flag is a monotonic 32-bit counter compared by signed difference; it is never reset. `timeout_us`, microseconds,
-    bounds every `wait`.
+    A flag is a monotonic 32-bit counter, never reset. It has reached a value that it equals or is ahead of by less than
+    2^16: one that some calls leave out may be far behind, and must not look ahead when the counter has gone half round.
+    `timeout_us`, microseconds, bounds every `wait`.
     """
 
     ptr: tensor
@@ -302,8 +303,8 @@ def _spin(flag, needed, abort, expected, timeout_ns, _semantic=None):
         setp.eq.s32 p, a, 0;
         selp.u32 $0, 1, 0, p;
         @!p bra DONE;
-        sub.s32 v, v, $4;
-        setp.ge.s32 p, v, 0;
+        sub.u32 v, v, $4;
+        setp.lt.u32 p, v, 0x10000;
         @p bra DONE;
         mov.u32 $0, 0;
         mov.u64 t1, %globaltimer;
@@ -339,10 +340,10 @@ def _tell_host(block):
 @jit
 def _give_up(flags, first, count, expected, skip):
     """Record in every rank's block which flag does not come, unless another one has been recorded; abort all ranks."""
-    missing, value = first, expected
+    missing, value = first + (first == skip).to(int32), expected
     for i in range(count):
         seen = atomic_add(_word(flags, flags.rank, HEADER_WORDS + first + i), 0, sem="relaxed", scope="sys")
-        if (first + i != skip) & (seen - expected < 0):
+        if (first + i != skip) & ((seen - expected < 0) | (seen - expected >= 0x10000)):
             missing, value = first + i, seen
     for peer in range(flags.world):
         block = _word(flags, flags.rank * 0 + peer, 0)

@@ -36,10 +36,15 @@ def reduce_gradients(module: nn.Module) -> None:
     The ranks are those of the group of the module's parallel layers. Where none of these is sequence parallel every
     gradient is complete, and nothing is done. Parameters without a gradient are left out, the same on all ranks.
 
-    ValueError: the sequence-parallel layers have several groups.
+    ValueError: the sequence-parallel layers have several groups, or only some layers are sequence parallel.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
     split = {id(getattr(layer, name)) for layer in layers for name in layer.SPLIT}
+    if len({layer.sequence_parallel for layer in layers}) > 1:
+        raise ValueError(
+            "module: its parallel layers must all be sequence parallel, or none: it cannot be told which norms see "
+            "tokens of one rank and which see all; call it for each part"
+        )
     groups = [layer.group for layer in layers if layer.sequence_parallel and layer.world_size > 1]
     if not groups:
         return

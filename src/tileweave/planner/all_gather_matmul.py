@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
-from tileweave.planner.tiling import TILINGS, Tile, Tiling, whole_tiles
+from tileweave.planner.tiling import TILINGS, Tile, Tiling, overlapped, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "none")
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
@@ -98,7 +98,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     sent = 2 * problem.rows * problem.k * (problem.world - 1)
     send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
     multiply = max(compute, memory)
-    return (multiply + send if plan.schedule == "none" else max(multiply, send)) + hardware.sync_us
+    return (multiply + send if plan.schedule == "none" else overlapped(multiply, send)) + hardware.sync_us
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:

@@ -19,6 +19,7 @@ from tileweave.planner.tiling import (
 )
 
 MAX_SPLIT = 16  # CTAs that may share a tile
+SHARING_SMS = 160  # CTAs that have flags for it
 SPLITS = (1, 2, 3, 4)  # of these, what the planner considers
 
 
@@ -119,6 +120,10 @@ def unshareable(problem: Problem, plan: Plan) -> str | None:
     """Why `plan.split` CTAs cannot share the tiles of the last wave, naming the legal values; None if they can."""
     tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)  # a share has one at least
+    if plan.split > 1 and problem.sms > SHARING_SMS:
+        return (
+            f"plan.split={plan.split}: expected 1 with {problem.sms} SMs; {SHARING_SMS} have flags to share tiles"
+        )
     last = tiles % problem.sms
     most = min(MAX_SPLIT, k_steps, problem.sms // last if last else MAX_SPLIT)
     if 1 <= plan.split <= most:
@@ -141,7 +146,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
     link = hardware.launch_us + sent / (hardware.link_gbs * 1e3) if problem.linked else 0.0
     sync = hardware.sync_us if problem.world > 1 else 0.0
-    return max(overlapped(compute, memory), link) + sync
+    return overlapped(overlapped(compute, memory), link) + sync
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:

@@ -20,7 +20,7 @@ def unfused(
 ) -> torch.Tensor:
     """The fallback: the whole product, then the group's reduce-scatter."""
     if scales is not None:
-        product = torch.matmul(a.float(), b.float()) * scales[0] * scales[1]
+        product = torch.matmul(a.float(), b.float()) * scales[0].reshape(-1, 1) * scales[1].reshape(1, -1)
     else:
         product = torch.matmul(a.float(), b.float()) if call.out_dtype == torch.float32 else torch.matmul(a, b)
     if call.op == "avg":  # before the sum, which may not overflow where the mean does not
