@@ -6,6 +6,7 @@ As tests/compiling.py, of which the fabric is: a variant goes through the op's o
 """
 
 import json
+import re
 import sys
 
 import torch
@@ -13,9 +14,12 @@ import torch
 from tests.compiling import CompilingFabric, meta
 from tests.ops.matmul_all_reduce.variants import VARIANTS
 from tileweave import Plan
+from tileweave.bench import compile as reports
 from tileweave.ops.matmul_all_reduce.check import Options, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused
 from tileweave.ops.matmul_reduce_scatter.check import Like, Site
+
+LOADS = {"wide": r"\bLDG\.E\.(\S+\.)?128\b", "narrow": r"\bLDG\.E\.(\S+\.)?U16\b"}
 
 
 def compiled(world=4, m=64, n=1024, k=512, extras="brn", dtype="bfloat16", b_t=True, **plan) -> dict:
@@ -26,8 +30,18 @@ def compiled(world=4, m=64, n=1024, k=512, extras="brn", dtype="bfloat16", b_t=T
     given = Extras(*(meta(*shape, dtype=kind) if name in extras else None for name, shape in shapes))
     like = Like.of(a), Like.of(b), *map(Like.of, given)
     call, route = settle(Site.of(fabric), *like, Options(False, 1e-6, 0), Plan(**plan))
+    texts, disassembled = [], reports._disassembled
+
+    def kept(cubin):
+        usage, sass = disassembled(cubin)
+        texts.append(sass)
+        return usage, sass
+
+    reports._disassembled = kept
     fused(fabric, call, a, b, given, route.plan)
-    return fabric.reports[-1]
+    reports._disassembled = disassembled
+    counts = {what: len(re.findall(pattern, texts[-1])) for what, pattern in LOADS.items()}
+    return {**fabric.reports[-1], **counts}
 
 
 if __name__ == "__main__":

@@ -33,3 +33,6 @@ def test_a_variant_has_the_machine_instructions_it_is_made_for(reports, name):
     assert r["HGMMA"] >= 4, "a K step of 64 is four wgmma"
     assert r["UTMALDG"] >= 2 and r["UTMASTG"] >= 1 and r["UTMAREDG"] == 0
     assert r["USETMAXREG"] > 0
+    assert r["narrow"] == 0, "rows are read 16 bytes at a time"
+    if "one shot" in name:
+        assert r["wide"] >= 2

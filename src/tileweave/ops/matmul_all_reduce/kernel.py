@@ -54,6 +54,7 @@ SENT = OWN_WORDS  # of `state`: one word per phase
 INFINITY = gl.constexpr(float("inf"))
 
 
+LINE = gl.constexpr(8)  # elements of a 16-byte access
 MOVES = gl.constexpr(2)  # buffers of a mover
 
 
@@ -93,8 +94,8 @@ class Work:
     residual: gl.tensor_descriptor  # and the residual
     slots: gl.tensor_descriptor  # [world, slot x source, rows, n], any rank's,
     places: gl.tensor  # the same as a pointer,
-    rank_stride: gl.tensor  # the distance of two ranks in elements,
-    place_stride: gl.tensor  # and that of two places
+    rank_lines: gl.tensor  # the distance of two ranks in lines of LINE elements,
+    place_lines: gl.tensor  # and that of two places
     moves: Channel
     move_bufs: gl.shared_memory_descriptor
     rows: gl.tensor  # of an owner; one shot: all
@@ -106,12 +107,12 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, extras, out, residual, slots, places, rank_stride, place_stride, moves, move_bufs,
+        self, matmul, flags, extras, out, residual, slots, places, rank_lines, place_lines, moves, move_bufs,
         rows, n, chunk_tiles, chunks, SHOTS, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags, self.extras = matmul, flags, extras
         self.out, self.residual = out, residual
-        self.slots, self.places, self.rank_stride, self.place_stride = slots, places, rank_stride, place_stride
+        self.slots, self.places, self.rank_lines, self.place_lines = slots, places, rank_lines, place_lines
         self.moves, self.move_bufs = moves, move_bufs
         self.rows, self.n, self.chunk_tiles, self.chunks = rows, n, chunk_tiles, chunks
         self.SHOTS, self.GROUP = gl.constexpr(SHOTS), gl.constexpr(GROUP)
@@ -381,8 +382,8 @@ def run_with_movers(
 def fetch(work, rank, source, row, cols, keep, epoch):
     """Elements of a row of a source's place in the slot of a rank."""
     place = (epoch & 1) * work.flags.world + source
-    start = rank.to(gl.int64) * work.rank_stride + place.to(gl.int64) * work.place_stride + row.to(gl.int64) * work.n
-    return gl.load(work.places + start + cols, mask=keep, other=0.0).to(gl.float32)
+    lines = rank.to(gl.int64) * work.rank_lines + place.to(gl.int64) * work.place_lines
+    return gl.load(work.places + (lines * LINE + row.to(gl.int64) * work.n) + cols, mask=keep, other=0.0).to(gl.float32)
 
 
 @gl.jit
@@ -415,12 +416,12 @@ def hand_out(work, epoch):
 
 @gl.jit(
     do_not_specialize=[
-        "rank", "rank_stride", "place_stride", "eps", "flags_stride", "timeout_us", "m", "rows", "k", "chunk_tiles",
+        "rank", "rank_lines", "place_lines", "eps", "flags_stride", "timeout_us", "m", "rows", "k", "chunk_tiles",
         "chunks", "whole", "split",
     ]
 )  # fmt: skip
 def matmul_all_reduce_kernel(
-    rank, a_desc, b_desc, out_desc, residual_desc, slots_desc, places, rank_stride, place_stride, total, normed, bias,
+    rank, a_desc, b_desc, out_desc, residual_desc, slots_desc, places, rank_lines, place_lines, total, normed, bias,
     residual, weight, eps, scratch, flags_ptr, flags_stride, state, timeout_us, m, rows, n, k, chunk_tiles, chunks, whole, split,
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     C_BUFS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
@@ -428,6 +429,7 @@ def matmul_all_reduce_kernel(
 ):  # fmt: skip
     """[m, n]: the sum over ranks of a [m, k] @ b [k, n], and what Extras says. Grid: co-resident CTAs, one per SM."""
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
+    n = n // LINE * LINE  # as it is: the compiler learns that rows are aligned
     OWNERS: gl.constexpr = WORLD if SHOTS == 2 else 1
     MOVERS: gl.constexpr = SHOTS == 2 and not NORM
     tiles = gl.cdiv(rows, BM) * gl.cdiv(n, BN) * OWNERS
@@ -442,7 +444,7 @@ def matmul_all_reduce_kernel(
         moves, move_bufs = mm.ring, mm.c_bufs
     extras = Extras(total, normed, bias, residual, weight, eps, m, n, HAS_BIAS, HAS_RESIDUAL, NORM, COLS)
     work = Work(
-        mm, flags, extras, out_desc, residual_desc, slots_desc, places, rank_stride, place_stride, moves, move_bufs,
+        mm, flags, extras, out_desc, residual_desc, slots_desc, places, rank_lines, place_lines, moves, move_bufs,
         rows, n, chunk_tiles, chunks, SHOTS, GROUP,
     )  # fmt: skip
     gl.grid_dependency_wait()

@@ -133,7 +133,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     slots: tuple | Box = slots_box(a.new_empty(1, 1, call.m, call.n), part)
     if shots:
         places, stride = parallel_view(channel.staging, 2 * problem.world, (rows, call.n), call.dtype)
-        slots = (slots_box(places, part).at(places), places, places.stride(0), stride)
+        slots = (slots_box(places, part).at(places), places, places.stride(0) // LANE_COLS, stride // LANE_COLS)
     return Prepared(
         call,
         a.device,
