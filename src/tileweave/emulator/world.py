@@ -110,7 +110,9 @@ class World:
             cta = CTA(self, host.rank, None, HOST_LAUNCH, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
         try:
-            self._schedule()
+            # Ranks may run in inference mode: what they made there can be written only in it.
+            with torch.inference_mode():
+                self._schedule()
             self._conclude()
             return [host.result for host in self.hosts]
         except EmulatorError as error:

@@ -94,7 +94,9 @@ class Workspace:
         size = max(-(-nbytes // self.granule), 1) * self.granule
         if old is not None and 2 * size <= old.shape[1]:
             return old
-        return torch.zeros(self.world, 2 * size, dtype=torch.uint8, device=self.device)
+        with torch.inference_mode(False):  # it outlives the mode of the call that makes it
+            return torch.zeros(self.world, 2 * size, dtype=torch.uint8, device=self.device)
 
     def _zeros(self, words: int) -> torch.Tensor:
-        return torch.zeros(self.world, words, dtype=torch.int32, device=self.device)
+        with torch.inference_mode(False):
+            return torch.zeros(self.world, words, dtype=torch.int32, device=self.device)

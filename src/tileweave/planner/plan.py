@@ -47,9 +47,9 @@ class Problem:
 class Plan:
     """How a fused call runs.
 
-    mechanism: "tma"; schedule: "intra_sm"; tile: (rows, columns, K step) of a CTA; stages: depth of the operand ring;
-    split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate; predicted_us: microseconds by
-    the cost model, None for a plan made by hand.
+    mechanism: "tma"; schedule: one that the op has, see its docstring; tile: (rows, columns, K step) of a CTA; stages:
+    depth of the operand ring; split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate, as
+    `all_gather_matmul` needs; predicted_us: microseconds by the cost model, None for a plan made by hand.
     """
 
     mechanism: str = "tma"
@@ -121,9 +121,7 @@ def unshareable(problem: Problem, plan: Plan) -> str | None:
     tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)  # a share has one at least
     if plan.split > 1 and problem.sms > SHARING_SMS:
-        return (
-            f"plan.split={plan.split}: expected 1 with {problem.sms} SMs; {SHARING_SMS} have flags to share tiles"
-        )
+        return f"plan.split={plan.split}: expected 1 with {problem.sms} SMs; {SHARING_SMS} have flags to share tiles"
     last = tiles % problem.sms
     most = min(MAX_SPLIT, k_steps, problem.sms // last if last else MAX_SPLIT)
     if 1 <= plan.split <= most:

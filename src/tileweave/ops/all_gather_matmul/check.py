@@ -13,7 +13,7 @@ import torch
 from tileweave.fabric import MAX_RANKS
 from tileweave.ops.matmul_reduce_scatter.check import DTYPES, Like, Site
 from tileweave.ops.route import Route
-from tileweave.planner import Plan
+from tileweave.planner import H200, Plan
 from tileweave.planner.all_gather_matmul import Problem, plan_for, unsupported
 
 NAME = "all_gather_matmul"
@@ -150,7 +150,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
 
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
-    sms = max(site.sms, 1)
+    sms = site.sms or H200.sms
     usable = min(sms, call.max_sms) if call.max_sms else sms
     return Problem(call.rows, call.ns, call.k, site.world, usable, linked=site.backend == "processes")
 

@@ -128,7 +128,9 @@ def _moved(fabric: Fabric, call: Call, x: torch.Tensor) -> torch.Tensor:
     """all_gather and all_to_all, as bytes: a group's collectives do not know all dtypes."""
     first = 0 if call.split is None else call.split
     rows = x.movedim(first, 0).contiguous()
-    as_bytes = rows.view(rows.shape[0], -1).view(torch.uint8)
+    flat = rows.view(rows.shape[0], -1)
+    flat = flat.as_strided(flat.shape, (flat.shape[1], 1))  # a dimension of size 1 may have any stride
+    as_bytes = flat.view(torch.uint8)
     whole = fabric.all_gather(as_bytes) if call.split is None else fabric.all_to_all(as_bytes)
     assert call.concat is not None
     parts = whole.view(call.dtype).view(fabric.world_size, -1, *rows.shape[1:])

@@ -106,8 +106,20 @@ def _call(name: str, x: torch.Tensor, group: Any, *options: Any) -> torch.Tensor
     """The operator, or, where PyTorch's dispatcher would do nothing but call it, its implementation."""
     if _is_plain(x):
         return run(fabric_of(group, x.device), name, x, *options)
+    _refuse_transforms(name, x)
     check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
     return OPERATORS[name](x, group_name(group), *options)
+
+
+def _refuse_transforms(name: str, x: Any) -> None:
+    """NotImplementedError where a derivative is asked for that would silently be missing."""
+    if forward_ad._current_level >= 0 and isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(f"{name} has no forward-mode derivative; its gradients are those of backward()")
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
+        raise NotImplementedError(
+            f"{name} has no rules for torch.func's derivatives; its gradients are those of backward()"
+        )
 
 
 def _is_plain(x: Any) -> bool:

@@ -13,7 +13,7 @@ import torch
 from tileweave.fabric import MAX_RANKS
 from tileweave.ops.matmul_reduce_scatter.check import Like, Site
 from tileweave.ops.route import Route
-from tileweave.planner import Plan
+from tileweave.planner import H200, Plan
 from tileweave.planner.matmul_all_reduce import Problem, plan_for, unsupported
 
 NAME = "matmul_all_reduce"
@@ -150,7 +150,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
 
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
-    sms, most = max(site.sms, 1), call.options.max_sms
+    sms, most = site.sms or H200.sms, call.options.max_sms
     usable = min(sms, most) if most else sms
     return Problem(call.m, call.n, call.k, site.world, usable, call.norm, linked=site.backend == "processes")
 

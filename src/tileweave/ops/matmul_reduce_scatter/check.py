@@ -12,11 +12,11 @@ import torch
 
 from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.ops.route import Route
-from tileweave.planner import Plan, Problem, plan_for, unsupported
+from tileweave.planner import H200, Plan, Problem, plan_for, unsupported
 
 NAME = "matmul_reduce_scatter"
 REDUCTIONS = ("sum", "avg")
-DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 
 
@@ -139,7 +139,7 @@ def check(
     dtype = a.dtype
     if k != k_b:
         raise ValueError(f"{NAME}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
-    if dtype not in DTYPES or b.dtype != dtype:
+    if dtype not in (*DTYPES, FP8) or b.dtype != dtype:
         raise ValueError(
             f"{NAME}: a and b must both be bfloat16, both float16 or both float8_e4m3fn, got {dtype} and {b.dtype}"
         )
@@ -214,7 +214,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
         call.k,
         site.world,
         call.out_dtype.itemsize,
-        usable_sms(max(site.sms, 1), call),
+        usable_sms(site.sms or H200.sms, call),
         call.deterministic,
         linked=site.backend == "processes",
         operand_bytes=call.dtype.itemsize,
