@@ -15,8 +15,9 @@ from tests.compiling_variants import tiling_name
 from tileweave import Plan
 from tileweave.bench.compile import compile_report
 from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel, Fabric
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.descriptors import describe
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
+from tileweave.ops.matmul_reduce_scatter.check import settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
 from tileweave.planner.tiling import TILINGS
 

@@ -44,8 +44,8 @@ from tileweave.fabric.virtual import VirtualWorld
 from tileweave.ops.all_gather_matmul import reference
 from tileweave.ops.all_gather_matmul.check import settle
 from tileweave.ops.all_gather_matmul.launch import fused
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site
 from tileweave.planner import Plan
 from tileweave.planner.all_gather_matmul import Problem, plan_for
 

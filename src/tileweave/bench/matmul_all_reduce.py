@@ -34,10 +34,10 @@ from tileweave.bench.matmul_reduce_scatter import Recorder
 from tileweave.bench.measure import interleaved, machine
 from tileweave.fabric import virtual_world
 from tileweave.fabric.virtual import Launch, launch_all
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce import reference, relative_error, tolerance
 from tileweave.ops.matmul_all_reduce.check import Options, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site
 from tileweave.planner import Plan
 from tileweave.planner.matmul_all_reduce import Problem, plan_for
 

@@ -23,8 +23,9 @@ from tileweave.fabric import virtual_world
 from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel
 from tileweave.fabric.variants import load, variant_of
 from tileweave.fabric.virtual import Launch, VirtualFabric, VirtualWorld, launch_all
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, settle
+from tileweave.ops.matmul_reduce_scatter.check import settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
 from tileweave.planner import Plan, Problem, plan_for
 

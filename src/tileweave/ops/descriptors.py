@@ -1,6 +1,7 @@
 """Tensors as TMA sees them: operands, results, and slots in parallel memory."""
 
 from collections.abc import Sequence
+from typing import overload
 
 import torch
 
@@ -24,6 +25,19 @@ def as_operand(x: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
     if is_addressable(x) and (x.stride(1) == 1 or not by_rows):
         return x
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
+
+
+@overload
+def in_one_piece(x: torch.Tensor) -> torch.Tensor: ...
+@overload
+def in_one_piece(x: None) -> None: ...
+
+
+def in_one_piece(x: torch.Tensor | None) -> torch.Tensor | None:
+    """`x` contiguous and 16-byte aligned, copied if need be; None of None."""
+    if x is None or (x.is_contiguous() and x.data_ptr() % ALIGN == 0):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -63,3 +77,9 @@ def parallel_view(arena: torch.Tensor, count: int, shape: tuple[int, int], dtype
     elements = arena.view(dtype)
     step = elements.shape[1] // count * dtype.itemsize // ALIGN * ALIGN // dtype.itemsize
     return elements.as_strided((arena.shape[0], count, *shape), (elements.stride(0), step, shape[1], 1)), step
+
+
+def slots_box(slots: torch.Tensor, block: tuple[int, int]) -> Box:
+    """For descriptors of slots `[world, slots, rows, n]`. Out of bounds they read NaN: what an aborted wait makes a
+    result of."""
+    return Box(slots, (1, 1, *block), padding="nan")

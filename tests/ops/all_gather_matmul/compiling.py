@@ -14,7 +14,7 @@ from tests.ops.all_gather_matmul.variants import VARIANTS
 from tileweave import Plan
 from tileweave.ops.all_gather_matmul.check import settle
 from tileweave.ops.all_gather_matmul.launch import fused
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site
+from tileweave.ops.contract import Like, Site
 
 
 def compiled(world=4, ns=(1024,), bias=True, b_t=True, gathered=False, dtype="bfloat16", rows=1000, **plan) -> dict:

@@ -15,9 +15,9 @@ from tests.compiling import CompilingFabric, meta
 from tests.ops.matmul_all_reduce.variants import VARIANTS
 from tileweave import Plan
 from tileweave.bench import compile as reports
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce.check import Options, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site
 
 LOADS = {"wide": r"\bLDG\.E\.(\S+\.)?128\b", "narrow": r"\bLDG\.E\.(\S+\.)?U16\b"}
 

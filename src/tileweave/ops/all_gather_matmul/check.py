@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tileweave.fabric import MAX_RANKS
-from tileweave.ops.matmul_reduce_scatter.check import DTYPES, Like, Site
+from tileweave.ops.contract import DTYPES, Like, Site
 from tileweave.ops.route import Route
 from tileweave.planner import H200, Plan
 from tileweave.planner.all_gather_matmul import Problem, plan_for, unsupported

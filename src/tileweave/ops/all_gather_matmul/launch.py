@@ -9,9 +9,8 @@ import torch
 from tileweave.fabric import MAX_RANKS, Channel, Fabric, Variant
 from tileweave.ops.all_gather_matmul.check import MAX_B, NAME, Call, problem_of
 from tileweave.ops.all_gather_matmul.kernel import all_gather_matmul_kernel
-from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
-from tileweave.ops.matmul_reduce_scatter.check import Site
-from tileweave.ops.matmul_reduce_scatter.launch import as_vector, slots_box
+from tileweave.ops.contract import Site
+from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, parallel_view, slots_box
 from tileweave.planner import Plan
 from tileweave.planner.all_gather_matmul import block_tiles, computing_sms, tiles_of
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, whole_tiles
@@ -95,7 +94,7 @@ def fused(
 ) -> tuple[list[torch.Tensor], Prepared | None]:
     """Launch the kernel on the current stream. Returns the results, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
-    own_a, own_b, own_bias = as_rows(a), alike(b), [as_vector(x) for x in bias]
+    own_a, own_b, own_bias = as_rows(a), alike(b), [in_one_piece(x) for x in bias]
     pairs = zip([own_a, *own_b, *own_bias], [a, *b, *bias], strict=True)
     like_these = all(own is given for own, given in pairs)
     prepared = prepare(fabric, call, own_a, own_b, plan)

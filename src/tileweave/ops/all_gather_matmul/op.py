@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.all_gather_matmul.check import NAME, check_kinds, settle
 from tileweave.ops.all_gather_matmul.operator import OPERATOR, run
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, operand_dtype
+from tileweave.ops.contract import Like, Site, operand_dtype
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 

@@ -24,8 +24,8 @@ from torch.autograd import forward_ad
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.all_gather_matmul.check import NAME, Agreement, check, check_kinds, settle
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
+from tileweave.ops.contract import Like, Site, operand_dtype
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, operand_dtype
 from tileweave.planner import Plan
 
 LIBRARY.define(

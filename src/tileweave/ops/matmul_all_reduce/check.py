@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 
 from tileweave.fabric import MAX_RANKS
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site
+from tileweave.ops.contract import DTYPES, Like, Site
 from tileweave.ops.route import Route
 from tileweave.planner import H200, Plan
 from tileweave.planner.matmul_all_reduce import Problem, plan_for, unsupported
 
 NAME = "matmul_all_reduce"
-DTYPES = (torch.bfloat16, torch.float16)
 
 
 class Options(NamedTuple):

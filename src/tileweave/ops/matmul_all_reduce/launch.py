@@ -8,11 +8,10 @@ import torch
 
 from tileweave.fabric import Fabric, Variant
 from tileweave.ops.collectives.operator import run as run_collective
-from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
+from tileweave.ops.contract import Site
+from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, parallel_view, slots_box
 from tileweave.ops.matmul_all_reduce.check import NAME, Call, problem_of
 from tileweave.ops.matmul_all_reduce.kernel import matmul_all_reduce_kernel
-from tileweave.ops.matmul_reduce_scatter.check import Site
-from tileweave.ops.matmul_reduce_scatter.launch import slots_box
 from tileweave.planner import Plan
 from tileweave.planner.matmul_all_reduce import (
     SHOTS,
@@ -105,13 +104,6 @@ def fused(
         own_a, own_b, like_these = a.new_zeros(call.m, 8), b.new_zeros(8, call.n), False
     prepared = prepare(fabric, call, own_a, own_b, plan)
     return prepared.launch(fabric, own_a, own_b, own), prepared if like_these else None
-
-
-def in_one_piece(x: torch.Tensor | None) -> torch.Tensor | None:
-    """`x` contiguous and 16-byte aligned, copied if need be."""
-    if x is None or (x.is_contiguous() and x.data_ptr() % 16 == 0):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> Prepared:

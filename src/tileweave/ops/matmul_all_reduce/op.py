@@ -4,9 +4,9 @@ import torch
 from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
+from tileweave.ops.contract import Like, Site, operand_dtype
 from tileweave.ops.matmul_all_reduce.check import Options, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.operator import OPERATOR, run
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, operand_dtype
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 

@@ -19,10 +19,10 @@ import torch
 from torch.autograd import forward_ad
 
 from tileweave.fabric import named_fabric
+from tileweave.ops.contract import Like, Site, operand_dtype
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.matmul_all_reduce.check import NAME, Agreement, Options, check, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, operand_dtype
 from tileweave.planner import Plan
 
 LIBRARY.define(

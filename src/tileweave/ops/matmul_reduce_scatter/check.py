@@ -1,8 +1,4 @@
-"""matmul_reduce_scatter: its contract, and the path of a call, which is decided before anything is launched.
-
-What decides is plain values: `Like` for a tensor, `Site` for a fabric. So a decision is made once and then found again,
-and all ranks come to the same one: a rank's strides or addresses have no part in it.
-"""
+"""matmul_reduce_scatter: its contract, and the path of a call, which is decided before anything is launched."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,47 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from tileweave.fabric import MAX_RANKS, Fabric
+from tileweave.fabric import MAX_RANKS
+from tileweave.ops.contract import DTYPES, FP8, Like, Site
 from tileweave.ops.route import Route
 from tileweave.planner import H200, Plan, Problem, plan_for, unsupported
 
 NAME = "matmul_reduce_scatter"
 REDUCTIONS = ("sum", "avg")
-DTYPES = (torch.bfloat16, torch.float16)
-FP8 = torch.float8_e4m3fn
-
-
-class Like(NamedTuple):
-    """What the contract says of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: torch.Tensor | None) -> "Like | None":
-        """That of a tensor; None of None."""
-        return None if x is None else cls(x.shape, x.dtype, x.device)
-
-    @classmethod
-    def autocast(cls, x: torch.Tensor | None) -> "Like | None":
-        """That of a tensor as it reaches the operator."""
-        return None if x is None else cls(x.shape, operand_dtype(x), x.device)
-
-
-class Site(NamedTuple):
-    """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`."""
-
-    backend: str
-    world: int
-    sms: int
-    device: torch.device
-    refusal: str | None
-
-    @classmethod
-    def of(cls, fabric: Fabric) -> "Site":
-        """That of a fabric."""
-        return cls(fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal())
 
 
 @dataclass(frozen=True)
@@ -116,15 +78,6 @@ def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a
         raise ValueError(f"{NAME}: max_sms must be at least 1, or None for all, got {max_sms}")
     if max_sms >= 2**31:
         raise ValueError(f"{NAME}: max_sms must be below 2**31, or None for all, got {max_sms}")
-
-
-def operand_dtype(x: torch.Tensor) -> torch.dtype:
-    """The dtype in which `x` reaches the operator: autocast, where it is on, casts it as it does for torch.matmul."""
-    device = x.device.type
-    castable = x.is_floating_point() and x.dtype not in (torch.float64, FP8)
-    if castable and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
 
 
 def check(

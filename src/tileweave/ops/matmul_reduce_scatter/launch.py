@@ -6,8 +6,9 @@ from typing import Any
 import torch
 
 from tileweave.fabric import Channel, Fabric, Variant
-from tileweave.ops.descriptors import Box, as_operand, by_rows, parallel_view
-from tileweave.ops.matmul_reduce_scatter.check import FP8, NAME, Call, usable_sms
+from tileweave.ops.contract import FP8
+from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, parallel_view, slots_box
+from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, tiles_of, whole_tiles
@@ -77,7 +78,7 @@ def fused(
     these; None if these had to be copied first."""
     inner_last = call.dtype == FP8  # the tensor cores take 8-bit operands with the inner dimension in one piece
     own_a, own_b = as_operand(a, inner_last), as_operand(b.t(), inner_last).t() if inner_last else as_operand(b)
-    own_bias = None if bias is None else as_vector(bias)
+    own_bias = in_one_piece(bias)
     own_scales = None if scales is None else (scales[0].contiguous(), scales[1].contiguous())
     like_these = own_a.data_ptr() == a.data_ptr() and own_b.data_ptr() == b.data_ptr() and own_bias is bias
     if scales is not None and own_scales is not None:
@@ -86,13 +87,6 @@ def fused(
         own_a, own_b, like_these = a.new_zeros(call.m, 16), b.new_zeros(call.n, 16).t(), False
     prepared = prepare(fabric, call, own_a, own_b, plan)
     return prepared.launch(fabric, own_a, own_b, own_bias, own_scales), prepared if like_these else None
-
-
-def as_vector(bias: torch.Tensor) -> torch.Tensor:
-    """`bias` in one piece and 16-byte aligned."""
-    if bias.is_contiguous() and bias.data_ptr() % 16 == 0:
-        return bias
-    return bias.clone(memory_format=torch.contiguous_format)
 
 
 def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> Prepared:
@@ -157,9 +151,3 @@ def parallel_slots(fabric: Fabric, call: Call, channel: Channel, block: tuple[in
     count = 2 * fabric.world_size if call.deterministic else 2
     slots, stride = parallel_view(arena, count, (call.rows, call.n), call.out_dtype)
     return slots_box(slots, block).at(slots), slots[fabric.rank], stride
-
-
-def slots_box(slots: torch.Tensor, block: tuple[int, int]) -> Box:
-    """For descriptors of slots `[world, slots, rows, n]`. Out of bounds they read NaN: what an aborted wait makes a
-    result of."""
-    return Box(slots, (1, 1, *block), padding="nan")

@@ -4,7 +4,8 @@ import torch
 from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
-from tileweave.ops.matmul_reduce_scatter.check import Like, Site, check_kinds, operand_dtype, settle
+from tileweave.ops.contract import Like, Site, operand_dtype
+from tileweave.ops.matmul_reduce_scatter.check import check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.operator import OPERATOR, run
 from tileweave.ops.route import Route
 from tileweave.planner import Plan

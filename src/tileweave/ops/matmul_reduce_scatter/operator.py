@@ -20,18 +20,9 @@ import torch
 from torch.autograd import forward_ad
 
 from tileweave.fabric import group_size, named_fabric
+from tileweave.ops.contract import FP8, Like, Site, operand_dtype
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.ops.matmul_reduce_scatter.check import (
-    FP8,
-    NAME,
-    Agreement,
-    Like,
-    Site,
-    check,
-    check_kinds,
-    operand_dtype,
-    settle,
-)
+from tileweave.ops.matmul_reduce_scatter.check import NAME, Agreement, check, check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.planner import Plan
 
