@@ -98,7 +98,7 @@ def fused(
 ) -> tuple[list[torch.Tensor], Prepared | None]:
     """Launch the kernel on the current stream. Returns the results, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
-    own_a, own_b, own = as_operand(a), as_operand(b), Extras(*map(in_one_piece, extras))
+    own_a, own_b, own = as_operand(a), as_operand(b), Extras(*[in_one_piece(x) for x in extras])
     like_these = all(x is y for x, y in zip((own_a, own_b, *own), (a, b, *extras), strict=True))
     if call.k == 0:  # there is no descriptor of an empty tensor: multiply zeros, so that this rank still takes part
         own_a, own_b, like_these = a.new_zeros(call.m, 8), b.new_zeros(8, call.n), False
