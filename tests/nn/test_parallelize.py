@@ -118,3 +118,15 @@ def test_what_is_no_plan_or_no_group():
         parallelize(Model(), {"head": "column"}, group=2)
     with pytest.raises(TypeError, match=r"linear must be a torch\.nn\.Linear, got Embedding"):
         ColumnParallelLinear.from_linear(nn.Embedding(2, 2))
+
+
+def test_hooks_and_keys_that_are_no_names_are_refused():
+    def hooked():
+        model = Model()
+        model.head.register_forward_hook(lambda *_: None)
+        return model
+
+    with pytest.raises(ValueError, match=r"plan: head has hooks \(_forward_hooks\)"):
+        run({"head": "column"}, make=hooked)
+    with pytest.raises(TypeError, match="names of layers, got 3"):
+        run({3: "column"})

@@ -62,7 +62,7 @@ def parallelize(module: M, plan: Mapping[str, Style], group: Group = None) -> M:
 
     Raises, before anything is replaced:
         TypeError, ValueError: a pattern matches no torch.nn.Linear; a name has two styles; a size is not divisible by
-            the world size; a weight is tied to one that stays whole.
+            the world size; a weight is tied to one of another module; a layer has hooks.
     """
     group = resolve_group(group)
     if not isinstance(plan, Mapping):
@@ -87,6 +87,8 @@ def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Column | 
     linears = [name for name, each in modules.items() if type(each) is nn.Linear and name]
     styles: dict[str, Column | Row] = {}
     for pattern, given in plan.items():
+        if not isinstance(pattern, str):
+            raise TypeError(f"plan: its keys are names of layers, got {pattern!r}")
         style = SHORT.get(given) if isinstance(given, str) else given
         if not isinstance(style, Column | Row):
             raise ValueError(
@@ -137,6 +139,12 @@ def _check_ties(module: nn.Module, styles: Mapping[str, object]) -> None:
 def _layer(name: str, linear: nn.Module, style: Column | Row, group: Group, dry: bool = False) -> ParallelLinear:
     """The layer in place of `linear`; dry: without its data, to see that it is possible. Errors begin with its name."""
     assert isinstance(linear, nn.Linear)
+    hooks = [kind for kind, them in vars(linear).items() if "_hooks" in kind and isinstance(them, Mapping) and them]
+    if hooks:
+        raise ValueError(
+            f"plan: {name} has hooks ({', '.join(hooks)}), which the layer in its place would not have; "
+            "register them afterwards"
+        )
     kind = LAYERS[type(style)]
     make = kind.without_data if dry else kind.from_linear
     try:
