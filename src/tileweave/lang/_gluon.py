@@ -340,6 +340,7 @@ def _tell_host(block):
 @jit
 def _give_up(flags, first, count, expected, skip):
     """Record in every rank's block which flag does not come, unless another one has been recorded; abort all ranks."""
+    first = flags.rank * 0 + first  # a tensor, also where the caller's is a number
     missing, value = first + (first == skip).to(int32), expected
     for i in range(count):
         seen = atomic_add(_word(flags, flags.rank, HEADER_WORDS + first + i), 0, sem="relaxed", scope="sys")
