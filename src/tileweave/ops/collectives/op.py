@@ -106,7 +106,8 @@ def _call(name: str, x: torch.Tensor, group: Any, *options: Any) -> torch.Tensor
     """The operator, or, where PyTorch's dispatcher would do nothing but call it, its implementation."""
     if _is_plain(x):
         return run(fabric_of(group, x.device), name, x, *options)
-    _refuse_transforms(name, x)
+    if not torch.compiler.is_compiling():  # which traces no derivatives but those of backward()
+        _refuse_transforms(name, x)
     check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
     return OPERATORS[name](x, group_name(group), *options)
 
