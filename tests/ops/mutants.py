@@ -1,22 +1,23 @@
-"""The op's kernel with edits in its text or in that of the tile files that it is made of."""
+"""An op's kernel with edits in its text or in that of the tile files that it is made of."""
 
 import importlib.util
 import sys
 from pathlib import Path
 
-from tileweave.ops.matmul_reduce_scatter import launch
+import tileweave
 
-SOURCES = Path(launch.__file__).parents[2]
+SOURCES = Path(tileweave.__file__).parent
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
 
 
-def put_edited(file, edits, monkeypatch, folder):
-    """Put the kernel with edits (old, new) of `file` in place of the real one; each old text must occur exactly once.
+def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter"):
+    """Put the kernel of `op` with edits (old, new) of `file` in place of the real one; an old text must occur exactly
+    once.
 
     `folder`: where the edited copies are written.
     """
     modules = {}
-    for path in (CHANNEL, MATMUL, KERNEL):
+    for path in (CHANNEL, MATMUL, f"ops/{op}/kernel.py"):
         text = (SOURCES / path).read_text()
         for old, new in edits if path == file else ():
             assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
@@ -30,5 +31,5 @@ def put_edited(file, edits, monkeypatch, folder):
         monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
         spec.loader.exec_module(sys.modules[name])
         modules[path.removesuffix(".py").replace("/", ".")] = name
-    kernel = sys.modules[modules["ops.matmul_reduce_scatter.kernel"]].matmul_reduce_scatter_kernel
-    monkeypatch.setattr(launch, "matmul_reduce_scatter_kernel", kernel)
+    kernel = getattr(sys.modules[modules[f"ops.{op}.kernel"]], f"{op}_kernel")
+    monkeypatch.setattr(f"tileweave.ops.{op}.launch.{op}_kernel", kernel)

@@ -15,7 +15,7 @@ import numpy as np
 from tileweave.planner.hardware import H200
 from tileweave.planner.tiling import SLOWING, Tiling, operand_bytes, tiles_of, work_of
 
-EXCHANGE_US = 6.0  # of two CTAs with 128 x 128 tiles at 1024^3, beyond the K steps saved
+EXCHANGE_US = 6.0  # an estimate, near what was once seen at 1024^3, two CTAs to a tile of 128 x 128
 FEWEST = 3  # points that a configuration needs
 TABLE = Path(__file__).parents[1] / "planner/tilings.json"
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one GPU and its link. TFLOP/s: 10^12 operations a second; GB/s: 10^9 bytes a second."""
+    """Sizes and rates of one GPU and its link. GB/s: 10^9 bytes a second."""
 
     name: str
     sms: int
-    matmul_tflops: float  # dense bf16 with 128 x 256 tiles, all SMs
     memory_gbs: float
     link_gbs: float  # one direction, TMA tiles
     launch_us: float
@@ -18,6 +17,6 @@ class Hardware:
     l2_bytes: int
 
 
-# One H200: matmul at 4096^3 and device memory measured by us; link: TMA put of 16 KB tiles from 16 SMs between two
+# One H200: device memory measured by us; link: TMA put of 16 KB tiles from 16 SMs between two
 # H200s over 18 NVLinks, measured by us; launch and flag latency are estimates.
-H200 = Hardware("h200", 132, 725.0, 4300.0, 350.0, 3.0, 3.0, 227 * 1024, 50 << 20)
+H200 = Hardware("h200", 132, 4300.0, 350.0, 3.0, 3.0, 227 * 1024, 50 << 20)

@@ -8,8 +8,8 @@ finding: R race, D deadlock, P protocol error, W a wrong result; None: the edit 
 import pytest
 
 import tileweave as tw
-from tests.ops.matmul_all_reduce.mutants import KERNEL, put_edited
 from tests.ops.matmul_all_reduce.problems import assert_right, operands, run_calls
+from tests.ops.mutants import put_edited
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 
@@ -118,7 +118,7 @@ def judge(problem, expected):
 @pytest.mark.parametrize("kind, name, case", CASES, ids=[f"{kind}: {name}" for kind, name, _ in CASES])
 def test_an_edit_is_judged_rightly(kind, name, case, monkeypatch, tmp_path):
     edits, expected = case
-    put_edited(KERNEL, edits, monkeypatch, tmp_path)
+    put_edited("ops/matmul_all_reduce/kernel.py", edits, monkeypatch, tmp_path, "matmul_all_reduce")
     judge(PROBLEMS[kind], expected)
 
 

@@ -48,11 +48,7 @@ class Agreement(NamedTuple):
     plan: Plan | None
 
     def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel"
-        if self.plan is not None:
-            tile = "x".join(map(str, self.plan.tile))
-            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
-            plan += f" {self.plan.comm_sms} communicators"
+        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
         shapes = ", ".join(f"[{c.k}, {n}]" for n in c.ns)
         return (
             f"{NAME} of [{c.rows}, {c.k}] @ {shapes} {c.dtype}, bias={c.bias}, return_gathered={c.return_gathered}, "

@@ -49,11 +49,7 @@ class Agreement(NamedTuple):
     plan: Plan | None
 
     def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel"
-        if self.plan is not None:
-            tile = "x".join(map(str, self.plan.tile))
-            plan = f"plan {self.plan.mechanism} {self.plan.schedule} {tile} {self.plan.stages} stages"
-            plan += f" split {self.plan.split}"
+        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
         return (
             f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {c.dtype}, bias={c.bias}, residual={c.residual}, "
             f"norm={c.norm}, deterministic={c.options.deterministic}, norm_eps={c.options.norm_eps}, "
