@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
-from tileweave.planner.tiling import TILINGS, Tile, Tiling, overlapped, whole_tiles
+from tileweave.planner.tiling import TILINGS, Tile, Tiling, operand_bytes, overlapped, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "none")
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
@@ -90,14 +90,14 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan.tile)
     compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
-    share = min(sms, tiles) / hardware.sms
-    memory = hardware.launch_us + 2 * ((m + n) * problem.k + m * n) / (hardware.memory_gbs * share * 1e3)
+    moved = operand_bytes(m, n, problem.k, plan.tile, sms, hardware) + 2 * m * n
+    memory = hardware.launch_us + moved / (hardware.memory_gbs * min(sms, tiles) / hardware.sms * 1e3)
     if problem.world == 1:
-        return max(compute, memory)
+        return overlapped(compute, memory)
     rate = plan.comm_sms * SM_GBS
     sent = 2 * problem.rows * problem.k * (problem.world - 1)
     send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
-    multiply = max(compute, memory)
+    multiply = overlapped(compute, memory)
     return (multiply + send if plan.schedule == "none" else overlapped(multiply, send)) + hardware.sync_us
 
 

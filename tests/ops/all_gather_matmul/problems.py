@@ -15,10 +15,10 @@ def plan(**changes) -> Plan:
 
 def operands(world, rows, ns, k, seed, dtype=torch.bfloat16, b_t=True, device="cpu"):
     """Fresh random shards a of every rank, and lists of b and of biases of every rank, one for each of `ns` columns."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator(device).manual_seed(seed)
 
     def rand(*shape):
-        return torch.randn(*shape, generator=g).to(dtype).to(device)
+        return torch.randn(*shape, generator=g, device=device).to(dtype)
 
     a = [rand(rows, k) for _ in range(world)]
     b = [[rand(n, k).t() if b_t else rand(k, n) for n in ns] for _ in range(world)]
