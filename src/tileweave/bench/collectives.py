@@ -18,7 +18,6 @@ kernel itself costs. Every contender is checked first. GB/s: the bytes that a ra
 import argparse
 import json
 import os
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tileweave.bench.between import CALLS, timed
 from tileweave.bench.measure import interleaved, machine
 from tileweave.fabric import virtual_world
 from tileweave.ops.collectives import reference
 
-CALLS = 4
 SIZES = [1 << k for k in (13, 16, 18, 20, 22, 24, 26, 28)]  # bytes of the larger of x and result
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("all_gather", dict(dim=0)),
@@ -96,18 +95,6 @@ def check(name: str, out: torch.Tensor, true: torch.Tensor) -> None:
         raise RuntimeError(f"{name} is wrong: {failure}") from failure
 
 
-def graph_of(run: Run) -> Run:
-    """CALLS calls in a row, as the replay of a CUDA graph."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(CALLS):
-            run()
-    return graph.replay
-
-
 def row(name: str, options: dict[str, Any], x: torch.Tensor, world: int, us: dict[str, list[float]]) -> dict:
     """A row of figures; us: median, lowest and highest microseconds of a call, by contender."""
     gbs = {who: taken(name, x, world) / times[0] / 1e3 for who, times in us.items()}
@@ -162,13 +149,6 @@ def measure_virtual(name: str, options: dict[str, Any], world_size: int, nbytes:
     return row(name, options, xs[0], world_size, us)
 
 
-def slowest(milliseconds: float) -> float:
-    """The largest of all ranks' values."""
-    value = torch.tensor(milliseconds, device="cuda")
-    dist.all_reduce(value, dist.ReduceOp.MAX)
-    return value.item()
-
-
 def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: int) -> dict:
     """One row between processes; the slowest rank's times."""
     world = dist.get_world_size()
@@ -178,21 +158,8 @@ def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: i
     source = runs["tileweave"]().clone()
     target = torch.empty_like(source)
     runs["copy"] = lambda: target.copy_(source)
-    replays = {who: graph_of(run) for who, run in runs.items()}
-    times: dict[str, list[float]] = {who: [] for who in runs}
-    for _ in range(rounds):
-        for who, replay in replays.items():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            torch.cuda.synchronize()
-            dist.barrier()
-            replay()  # pays for the skew of the ranks
-            start.record()
-            replay()
-            end.record()
-            end.synchronize()
-            times[who].append(1e3 * slowest(start.elapsed_time(end) / CALLS))
+    us = timed(runs, rounds)["us"]
     tw.check()
-    us = {who: [statistics.median(values), min(values), max(values)] for who, values in times.items()}
     return row(name, options, x, world, us)
 
 

@@ -23,10 +23,11 @@ def table(figures: dict) -> str:
     row = figures["rows"][0] if "rows" in figures else figures
     kinds = {
         "b": _core,
-        "us": _host_time,
         "ablations_ms": _ablations,
         "tflops_per_gpu": _between_gpus,
+        "over_matmul_us": _all_reduce,
         "tflops": _virtual,
+        "us": _host_time,
     }
     make = next(make for name, make in kinds.items() if name in row)
     m = figures["machine"]
@@ -85,28 +86,35 @@ def _ablations(figures: dict) -> str:
 
 
 def _between_gpus(figures: dict) -> str:
-    names = list(figures["rows"][0]["ms"])
+    names = list(dict.fromkeys(name for r in figures["rows"] for name in r["us"]))
     rows = []
     for r in figures["rows"]:
         times = []
         for name in names:
-            median, low, high = (1e3 * value for value in r["ms"][name])
-            eager = "" if r["graph"][name] else ", eager"
-            times.append(f"{median:.1f} ({low:.1f}-{high:.1f}{eager})")
-        rivals = {name: r["ms"][name][0] for name in names if name not in ("fused", "matmul")}
+            if name not in r["us"]:
+                times.append("-")
+                continue
+            median, low, high = r["us"][name]
+            times.append(f"{median:.1f} ({low:.1f}-{high:.1f}{'' if r['graph'][name] else ', eager'})")
+        rivals = {name: us[0] for name, us in r["us"].items() if name not in ("tileweave", "matmul")}
         best = min(rivals, key=lambda name: rivals[name])
-        rate = r["tflops_per_gpu"]["fused"]
+        ahead = f"{rivals[best] / r['us']['tileweave'][0]:.2f} ({best})"
         rows.append(
-            [
-                f"{r['m']} x {r['n']} x {r['k']}",
-                *times,
-                f"{rate:.0f}",
-                f"{rivals[best] / r['ms']['fused'][0]:.2f} ({best})",
-            ]
+            [r["op"], f"{r['m']} x {r['n']} x {r['k']}", *times, f"{r['tflops_per_gpu']['tileweave']:.0f}", ahead]
         )
-    return _markdown(
-        ["M x N x K", *(f"{name}, us" for name in names), "TFLOP/s per GPU", "fused over best rival"], rows
-    )
+    head = ["op", "M x N x K", *(f"{name}, us" for name in names), "TFLOP/s per GPU", "speed over best rival"]
+    return _markdown(head, rows)
+
+
+def _all_reduce(figures: dict) -> str:
+    names = list(figures["rows"][0]["us"])
+    rows = []
+    for r in figures["rows"]:
+        times = [f"{r['us'][name][0]:.1f} ({r['us'][name][1]:.1f}-{r['us'][name][2]:.1f})" for name in names]
+        shape = f"{r['world']}", f"{r['m']} x {r['n']} x {r['k_local']}", r["plan"]["schedule"]
+        rows.append([*shape, *times, f"{r['overhead_percent']:+.1f}%", f"{r['over_matmul_us']:+.1f}"])
+    head = ["ranks", "M x N x K per rank", "schedule", *(f"{name}, us" for name in names)]
+    return _markdown([*head, "fused over local", "over matmul, us"], rows)
 
 
 def _host_time(figures: dict) -> str:

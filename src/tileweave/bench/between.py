@@ -1,0 +1,247 @@
+"""All ops between GPUs, beside their rivals. One process per GPU:
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tileweave.bench.between [OP ...]
+
+Contenders, which take turns, in another order each round; the slowest rank counts:
+
+    tileweave            the op
+    nccl                 torch.mm and the collective of torch.distributed, one after the other
+    async-tp             torch.ops.symm_mem.fused_matmul_reduce_scatter, fused_all_gather_matmul
+    one-shot, two-shot   torch.mm into symmetric memory, then torch.ops.symm_mem.{one,two}_shot_all_reduce
+    matmul               torch.mm alone: what the transfer would cost nothing beside
+
+Each is checked against a float32 truth on fresh data, then timed as replays of a CUDA graph of CALLS calls in a row, so
+that host time does not count; what cannot be captured is called eagerly and marked. Rank 0 prints a line for each shape
+and writes JSON where --json says, after each, so that a run that is cut short leaves what it has.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric  # also registers the rivals' operators
+
+import tileweave as tw
+from tileweave.bench.measure import machine
+from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
+
+CALLS = 4  # in a row, per round
+Runs = dict[str, Callable[[], Any]]  # by contender, what makes its result
+
+SQUARES = [(n, n, n) for n in (4096, 8192, 16384)]
+# M, N, K of the whole product: what each rank holds of it depends on the op.
+SHAPES = {
+    "matmul_reduce_scatter": SQUARES + [(m, 8192, 28672) for m in (64, 256, 1024, 2048, 4096)],
+    "all_gather_matmul": SQUARES + [(m, 28672, 8192) for m in (64, 256, 1024, 2048, 4096)],
+    "matmul_all_reduce": SQUARES + [(m, 8192, 28672) for m in (1, 16, 64, 256, 1024, 4096)],
+}
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """Fresh random bf16 on this rank's GPU."""
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def summed(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks of a @ b in float32."""
+    total = a.float() @ b.float()
+    dist.all_reduce(total)
+    return total
+
+
+def world_name() -> Any:
+    """What PyTorch's operators call the group of all ranks."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group.group_name
+
+
+def reduce_scatter(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
+    """Contenders for matmul_reduce_scatter, and what they should find."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    a, b = normal(m, k // world), normal(n, k // world).t()
+    product, shard = a.new_empty(m, n), a.new_empty(m // world, n)
+
+    def nccl() -> torch.Tensor:
+        torch.mm(a, b, out=product)
+        dist.reduce_scatter_tensor(shard, product)
+        return shard
+
+    runs: Runs = {
+        "tileweave": lambda: tw.matmul_reduce_scatter(a, b),
+        "nccl": nccl,
+        "async-tp": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, world_name()),
+        "matmul": lambda: torch.mm(a, b, out=product),
+    }
+    return runs, summed(a, b).chunk(world)[rank].clone()
+
+
+def all_gather(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
+    """Contenders for all_gather_matmul, and what they should find."""
+    world = dist.get_world_size()
+    a, b = normal(m // world, k), normal(n // world, k).t()
+    whole, product = a.new_empty(m, k), a.new_empty(m, n // world)
+
+    def nccl() -> torch.Tensor:
+        dist.all_gather_into_tensor(whole, a)
+        return torch.mm(whole, b, out=product)
+
+    nccl()
+    runs: Runs = {
+        "tileweave": lambda: tw.all_gather_matmul(a, b),
+        "nccl": nccl,
+        "async-tp": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, world_name())[1][0],
+        "matmul": lambda: torch.mm(whole, b, out=product),
+    }
+    return runs, whole.float() @ b.float()
+
+
+def all_reduce(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
+    """Contenders for matmul_all_reduce, and what they should find."""
+    world = dist.get_world_size()
+    a, b = normal(m, k // world), normal(n, k // world).t()
+    product = a.new_empty(m, n)
+    shared = symmetric.empty(m, n, dtype=a.dtype, device=a.device)
+    symmetric.rendezvous(shared, world_name())
+
+    def nccl() -> torch.Tensor:
+        torch.mm(a, b, out=product)
+        dist.all_reduce(product)
+        return product
+
+    def one_shot() -> torch.Tensor:
+        torch.mm(a, b, out=shared)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", world_name())
+
+    def two_shot() -> torch.Tensor:
+        torch.mm(a, b, out=shared)
+        return torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", world_name())
+
+    runs: Runs = {
+        "tileweave": lambda: tw.matmul_all_reduce(a, b),
+        "nccl": nccl,
+        "one-shot": one_shot,
+        "two-shot": two_shot,
+        "matmul": lambda: torch.mm(a, b, out=product),
+    }
+    return runs, summed(a, b)
+
+
+CONTENDERS = {"matmul_reduce_scatter": reduce_scatter, "all_gather_matmul": all_gather, "matmul_all_reduce": all_reduce}
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values."""
+    largest = torch.tensor(value, device="cuda")
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return largest.item()
+
+
+def several(run: Callable[[], Any]) -> tuple[Callable[[], None], bool]:
+    """CALLS calls in a row as one replay of a CUDA graph, and True; eagerly, and False, where that cannot be."""
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(CALLS):
+                run()
+    except RuntimeError:
+        torch.cuda.synchronize()
+
+        def eager() -> None:
+            for _ in range(CALLS):
+                run()
+
+        return eager, False
+    return graph.replay, True
+
+
+def checked(runs: Runs, truth: torch.Tensor, bound: float) -> dict[str, float | str]:
+    """Each contender's relative error; one that does not run here is left out of `runs`, and it is said why."""
+    errors: dict[str, float | str] = {}
+    for name, run in list(runs.items()):
+        if name == "matmul":
+            continue
+        try:
+            error = slowest(relative_error(run(), truth))
+        except (AttributeError, RuntimeError) as failure:
+            errors[name] = f"does not run: {str(failure).splitlines()[0]}"
+            del runs[name]
+            continue
+        assert error <= bound, (name, error)
+        errors[name] = error
+    return errors
+
+
+def timed(runs: Runs, rounds: int) -> dict[str, dict]:
+    """us: median, lowest, highest microseconds of a call, the slowest rank's; graph: whether a graph was replayed."""
+    replays = {name: several(run) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    shuffle = random.Random(0)  # the same on all ranks
+    for _ in range(rounds):
+        for name in shuffle.sample(list(replays), len(replays)):
+            replay, _ = replays[name]
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            dist.barrier()
+            replay()  # pays for the skew of the ranks
+            start.record()
+            replay()
+            end.record()
+            end.synchronize()
+            times[name].append(slowest(1e3 * start.elapsed_time(end) / CALLS))
+    return {
+        "us": {name: [statistics.median(values), min(values), max(values)] for name, values in times.items()},
+        "graph": {name: captured for name, (_, captured) in replays.items()},
+    }
+
+
+def measure(op: str, m: int, n: int, k: int, rounds: int) -> dict:
+    """One row."""
+    world = dist.get_world_size()
+    runs, truth = CONTENDERS[op](m, n, k)
+    errors = checked(runs, truth, 2 * tolerance(torch.bfloat16, world, False))
+    del truth
+    found = timed(runs, rounds)
+    tw.check()
+    flop = 2 * m * n * k / world
+    rates = {name: flop / us[0] / 1e6 for name, us in found["us"].items()}
+    return {"op": op, "world": world, "m": m, "n": n, "k": k, "rel_error": errors, **found, "tflops_per_gpu": rates}
+
+
+def main() -> None:
+    """Measure the ops asked for, by default all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", metavar="OP", default=list(SHAPES), help=", ".join(SHAPES))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", type=Path, help="where rank 0 writes the figures")
+    options = parser.parse_args()
+    if unknown := set(options.ops) - set(SHAPES):
+        parser.error(f"unknown OP {', '.join(sorted(unknown))}: expected some of {', '.join(SHAPES)}")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+    rows = []
+    for op in options.ops:
+        for shape in SHAPES[op]:
+            rows.append(row := measure(op, *shape, options.rounds))
+            torch.cuda.empty_cache()
+            if dist.get_rank() == 0:
+                eager = {name: "" if captured else " (eager)" for name, captured in row["graph"].items()}
+                us = "  ".join(f"{name}{eager[name]} {times[0]:.1f}" for name, times in row["us"].items())
+                print(f"{op} M={row['m']} N={row['n']} K={row['k']} x{row['world']}: us {us}", flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
