@@ -6,7 +6,9 @@ from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tileweave.ops.ring_attention import ring_attention
 from tileweave.ops.route import Route
+from tileweave.ops.sequence.placement import place_sequence, unplace_sequence
 from tileweave.planner import Plan
 
 __version__ = "0.1.0"
@@ -24,6 +26,9 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "memory_report",
+    "place_sequence",
     "reduce_scatter",
+    "ring_attention",
+    "unplace_sequence",
     "virtual_world",
 ]

@@ -57,9 +57,9 @@ def test_operands_are_read_at_least_once_and_again_by_each_wave():
 
 def test_the_table_is_what_the_committed_sweep_gives(tmp_path, monkeypatch, capsys):
     made = json.loads(fit.TABLE.read_text())
-    sweep = FIGURES / made["from"]
+    sweeps = [str(FIGURES / name) for name in made["from"]]
     monkeypatch.setattr(fit, "TABLE", tmp_path / "tilings.json")
-    monkeypatch.setattr("sys.argv", ["fit", str(sweep)])
+    monkeypatch.setattr("sys.argv", ["fit", *sweeps])
     fit.main()
     again = json.loads((tmp_path / "tilings.json").read_text())
     assert again["machine"] == made["machine"]

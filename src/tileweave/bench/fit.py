@@ -1,6 +1,6 @@
-"""From a sweep to the planner's table. `python -m tileweave.bench.fit docs/figures/matmul_sweep_1xH200.json`
+"""From sweeps to the planner's table. `python -m tileweave.bench.fit docs/figures/matmul_sweep*_1xH200.json`
 
-Writes planner/tilings.json: for each tile configuration of the sweep what a launch, a K step, a tile's ends and an
+Writes planner/tilings.json: for each tile configuration of the sweeps what a launch, a K step, a tile's ends and an
 exchange take, by least squares of relative errors. Calls that device memory bounds say nothing of these and are left
 out. Few calls of a sweep are bound by exchanges, so one is taken to be near EXCHANGE_US unless they say otherwise.
 """
@@ -50,7 +50,7 @@ def nonnegative(rows: np.ndarray) -> np.ndarray:
 
 
 def fitted(rows: list[dict]) -> list[Tiling]:
-    """The table of a sweep's rows."""
+    """The table of the sweeps' rows."""
     by_tiling: dict[str, list] = {}
     for row in rows:
         for name, _, work, us, memory in points(row):
@@ -75,11 +75,15 @@ def fitted(rows: list[dict]) -> list[Tiling]:
 def main() -> None:
     """Fit and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path)
+    parser.add_argument("sweeps", type=Path, nargs="+")
     options = parser.parse_args()
-    sweep = json.loads(options.sweep.read_text())
-    table = [{**vars(each), "tile": list(each.tile)} for each in fitted(sweep["rows"])]
-    made = {"from": options.sweep.name, "machine": sweep["machine"], "tilings": table}
+    sweeps = [json.loads(sweep.read_text()) for sweep in options.sweeps]
+    table = [{**vars(each), "tile": list(each.tile)} for each in fitted([row for s in sweeps for row in s["rows"]])]
+    made = {
+        "from": [sweep.name for sweep in options.sweeps],
+        "machine": sweeps[-1]["machine"],
+        "tilings": table,
+    }
     TABLE.write_text(json.dumps(made, indent=1) + "\n")
 
 
