@@ -1,0 +1,104 @@
+"""ring_attention: its contract, the path of a call, and what each rank's queries see of each rank's keys."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from tileweave.ops.contract import Like, Site
+from tileweave.ops.route import Route
+from tileweave.ops.sequence.contract import Shape, check_shape
+from tileweave.ops.sequence.contract import check_kinds as check_tensors
+from tileweave.ops.sequence.placement import PLACEMENTS
+from tileweave.planner import Plan
+
+NAME = "ring_attention"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that keeps the contract; `shape` is that of this rank's shards."""
+
+    shape: Shape
+    dtype: torch.dtype
+    causal: bool
+    scale: float
+    layout: str
+    placement: str
+
+
+class Agreement(NamedTuple):
+    """What of a call all ranks must agree on."""
+
+    call: Call
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
+        return (
+            f"{NAME} of {c.shape} {c.dtype}, causal={c.causal}, scale={c.scale}, layout={c.layout!r}, "
+            f"placement={c.placement!r}, {plan}"
+        )
+
+
+class Block(NamedTuple):
+    """A part of the scores that is computed at once: queries from row `first` on, keys up to `end`; `diagonal`: row i
+    of them sees keys up to i."""
+
+    first: int
+    end: int
+    diagonal: bool
+
+
+def block_of(call: Call, rank: int, source: int) -> Block | None:
+    """What the queries of `rank` see of the keys of `source`; None if nothing."""
+    rows, keys = call.shape.rows, call.shape.kv_rows
+    if not call.causal:
+        return Block(0, keys, False)
+    if source == rank:
+        return Block(0, keys, True)  # a rank's pieces follow each other in the sequence too
+    if call.placement == "contiguous":
+        return Block(0, keys, False) if source < rank else None
+    # zigzag: of an earlier rank's keys the first half lies before all queries, the other behind them; those of a later
+    # rank lie between the two halves of the queries
+    return Block(0, keys // 2, False) if source < rank else Block(rows // 2, keys, False)
+
+
+def check_kinds(q: Any, k: Any, v: Any, causal: Any, scale: Any, plan: Any, return_lse: Any = False) -> None:
+    """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
+    check_tensors(NAME, q, k, v, causal, scale, plan)
+    if not isinstance(return_lse, bool):
+        raise TypeError(f"{NAME}: return_lse must be True or False, got {return_lse!r}")
+
+
+def check(q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str, placement: str) -> Call:
+    """Hold the operator's arguments to the contract; ValueError if they break it."""
+    shape = check_shape(NAME, q, k, v, causal, scale, layout)
+    if placement not in PLACEMENTS:
+        raise ValueError(f"{NAME}: placement must be 'contiguous' or 'zigzag', got {placement!r}")
+    if placement == "zigzag" and (shape.rows % 2 or shape.kv_rows % 2):
+        raise ValueError(
+            f"{NAME}: with placement='zigzag' a rank has two equal pieces of the sequence, but q has {shape.rows} "
+            f"tokens and k {shape.kv_rows}; even numbers would do"
+        )
+    return Call(shape, q.dtype, causal, shape.dim**-0.5 if scale is None else float(scale), layout, placement)
+
+
+@lru_cache(maxsize=4096)
+def settle(
+    site: Site, q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str, placement: str,
+    plan: Plan | None,
+) -> tuple[Call, Route]:  # fmt: skip
+    """`check`, then `choose`; remembered."""
+    call = check(q, k, v, causal, scale, layout, placement)
+    return call, choose(site, call, q.device, plan)
+
+
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan."""
+    if plan is not None:
+        raise ValueError(f"{NAME}: plan must be None: there is no fused kernel that could follow it")
+    refusal = site.refusal or "there is no fused kernel"
+    way = "PyTorch's attention for each rank's keys in turn, put together in float32"
+    return Route(NAME, "fallback", False, f"{refusal}: {way}")

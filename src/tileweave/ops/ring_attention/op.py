@@ -1,0 +1,80 @@
+"""ring_attention: what users call."""
+
+import torch
+
+from tileweave.fabric import fabric_of, group_name
+from tileweave.ops.contract import Like, Site
+from tileweave.ops.ring_attention.check import check_kinds, settle
+from tileweave.ops.ring_attention.operator import OPERATOR, run
+from tileweave.ops.route import Route
+from tileweave.ops.sequence.registration import is_plain
+from tileweave.planner import Plan
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group=None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    layout: str = "bhsd",
+    placement: str = "contiguous",
+    return_lse: bool = False,
+    plan: Plan | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of this rank's queries to the keys and values of all ranks, whose shards pass by.
+
+    Args:
+        q: this rank's tokens, `[B, H, S / world, D]` in layout "bhsd", `[B, S / world, H, D]` in "bshd"; bfloat16,
+            float16, float32 or float64, any strides. All sizes are the same on every rank.
+        k, v: likewise with G heads, H a multiple of G (grouped and multi-query heads: only the G real ones travel), and
+            T / world tokens. T may differ from S unless `causal`.
+        group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
+            virtual world, else torch.distributed's WORLD, else a world of one.
+        causal: a token sees those up to itself in the whole sequence.
+        scale: of the scores before the softmax; None: 1 / sqrt(D).
+        layout: of q, k, v and the result.
+        placement: which tokens a rank has: "contiguous" or "zigzag", as `tileweave.place_sequence` cuts them. Zigzag
+            gives all ranks the same work under a causal mask; a rank's number of tokens must be even then.
+        return_lse: also return the log-sum-exp of the scores.
+        plan: a `Plan` to use instead of the planner's, the same on all ranks.
+
+    Returns:
+        `out`, shape, dtype and layout of q, a fresh contiguous tensor, ready on the current stream; with `return_lse` a
+        pair of that and `lse` `[B, H, S / world]`, the natural log, float32 (float64 of float64). Scores, sums and the
+        merging of blocks are in float32. A token that sees nothing (T = 0) has out 0 and lse -inf.
+
+    Where there is no fused kernel for the call (`explain` says why) keys and values go round by torch.distributed, each
+    block travelling while the one before it is used by PyTorch's own attention.
+
+    It is the registered operator `torch.ops.tileweave.ring_attention` behind a function that resolves defaults:
+
+    - Gradients of q, k and v exist, none through lse. The backward pass is a collective, so every rank must run it, and
+      on all or none some input must require a gradient. Keys and values go round once more and their gradients, in
+      float32, with them; the local part is PyTorch's flash or cuDNN kernel on CUDA. No second derivatives.
+    - torch.compile traces it without a graph break, whatever the kind of `group`.
+    - Under torch.autocast inputs are cast as those of scaled_dot_product_attention.
+
+    Raises:
+        ValueError, TypeError: the arguments break the rules above; nothing has been launched.
+        RuntimeError: the group's world is not running.
+    """
+    options = causal, scale, layout, placement
+    check_kinds(q, k, v, causal, scale, plan, return_lse)
+    if is_plain(q, k, v):
+        out, lse = run(fabric_of(group, q.device), q, k, v, *options, plan)
+    else:
+        text = "" if plan is None else plan.to_json()
+        out, lse = OPERATOR(q, k, v, group_name(group), *options, text)
+    return (out, lse) if return_lse else out
+
+
+def route(
+    q, k, v, group=None, *, causal=False, scale=None, layout="bhsd", placement="contiguous", return_lse=False, plan=None
+) -> Route:
+    """What `ring_attention` would do with these arguments; launches nothing, raises what it would raise."""
+    check_kinds(q, k, v, causal, scale, plan, return_lse)
+    like = Like.autocast(q), Like.autocast(k), Like.autocast(v)
+    return settle(Site.of(fabric_of(group, q.device)), *like, causal, scale, layout, placement, plan)[1]

@@ -1,0 +1,97 @@
+"""What the attention ops ask of q, k and v, held before anything is launched."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tileweave.ops.contract import Like
+from tileweave.planner import Plan
+
+LAYOUTS = ("bhsd", "bshd")
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one rank's q, k and v: rows and kv_rows are those of its shard of the sequence."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    kv_rows: int
+    dim: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether the result has no elements."""
+        return 0 in (self.batch, self.rows)
+
+
+def heads_first(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """`x` as [B, H, S, D], a view; and the same once more gives it back in `layout`."""
+    return x if layout == "bhsd" else x.transpose(1, 2)
+
+
+def dims_of(layout: str) -> tuple[int, int]:
+    """The dimensions of the heads and of the sequence."""
+    return (1, 2) if layout == "bhsd" else (2, 1)
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which log-sum-exps, outputs and gradients are summed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_kinds(name: str, q: Any, k: Any, v: Any, causal: Any, scale: Any, plan: Any) -> None:
+    """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check_shape`."""
+    for word, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: {word} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name}: {word} must be a dense tensor, got {x.layout}; {word}.to_dense() would be")
+    if not isinstance(causal, bool):
+        raise TypeError(f"{name}: causal must be True or False, got {causal!r}")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise TypeError(f"{name}: scale must be a float or None, got {scale!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{name}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+
+
+def check_shape(name: str, q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str) -> Shape:
+    """The sizes of a call that keeps the contract; ValueError if it breaks it."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{name}: layout must be 'bhsd' or 'bshd', got {layout!r}")
+    for word, x in (("q", q), ("k", k), ("v", v)):
+        if len(x.shape) != 4:
+            raise ValueError(f"{name}: {word} must have the dimensions {layout}, got shape {list(x.shape)}")
+        if x.dtype != q.dtype or x.dtype not in FLOATS:
+            raise ValueError(
+                f"{name}: q, k and v must all be bfloat16, float16, float32 or float64, got {q.dtype}, {k.dtype} and "
+                f"{v.dtype}"
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name}: q is on {q.device} and {word} on {x.device}: they must be on one device")
+    if k.shape != v.shape:
+        raise ValueError(f"{name}: k and v must have one shape, got {list(k.shape)} and {list(v.shape)}")
+    head, row = dims_of(layout)
+    shape = Shape(q.shape[0], q.shape[head], k.shape[head], q.shape[row], k.shape[row], q.shape[3])
+    if k.shape[0] != shape.batch or k.shape[3] != shape.dim:
+        raise ValueError(
+            f"{name}: q and k must have one batch and one head dimension, got shapes {list(q.shape)} and "
+            f"{list(k.shape)} ({layout})"
+        )
+    if min(shape.heads, shape.kv_heads, shape.dim) < 1 or shape.heads % shape.kv_heads:
+        raise ValueError(
+            f"{name}: the heads of q must be a multiple of those of k and v, at least one, and have elements; got "
+            f"{shape.heads}, {shape.kv_heads} and a head dimension of {shape.dim}"
+        )
+    if causal and shape.rows != shape.kv_rows:
+        raise ValueError(
+            f"{name}: with causal=True q and k must have equally many tokens, got {shape.rows} and {shape.kv_rows}"
+        )
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{name}: scale must be finite, or None for 1 / sqrt({shape.dim}), got {scale}")
+    return shape
