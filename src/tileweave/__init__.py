@@ -9,6 +9,7 @@ from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.ring_attention import ring_attention
 from tileweave.ops.route import Route
 from tileweave.ops.sequence.placement import place_sequence, unplace_sequence
+from tileweave.ops.ulysses_attention import ulysses_attention
 from tileweave.planner import Plan
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ __all__ = [
     "place_sequence",
     "reduce_scatter",
     "ring_attention",
+    "ulysses_attention",
     "unplace_sequence",
     "virtual_world",
 ]

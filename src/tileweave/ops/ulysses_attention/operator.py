@@ -1,0 +1,115 @@
+"""ulysses_attention as an operator of PyTorch: schema, implementation, shape function, gradients, autocast.
+
+    tileweave::ulysses_attention(Tensor q, Tensor k, Tensor v, str group_name, bool causal, float? scale, str layout,
+                                 str plan) -> (Tensor, Tensor)
+    tileweave::ulysses_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                 str group_name, bool causal, float? scale, str layout) -> (Tensor, Tensor, Tensor)
+
+`group_name` is what `tileweave.fabric.group_name` says, `plan` a Plan as JSON or "" for the planner's. The results are
+out, in the layout of q, and for the backward pass the log-sum-exps [B, H / world, S] of this rank's heads. It keeps
+these, q, k, v and out, all as they are sharded, and moves them to the heads again: a collective.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from tileweave.fabric import group_size, named_fabric
+from tileweave.ops.contract import Like, Site
+from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.sequence.contract import lse_dtype
+from tileweave.ops.sequence.registration import (
+    below_autograd,
+    refuse_transforms,
+    register_autocast,
+    register_backward,
+)
+from tileweave.ops.ulysses_attention.check import NAME, Agreement, check, check_kinds, settle
+from tileweave.ops.ulysses_attention.launch import unfused, unfused_backward
+from tileweave.planner import Plan
+
+BACKWARD = f"{NAME}_backward"
+OPTIONS = "str group_name, bool causal, float? scale, str layout"
+LIBRARY.define(f"{NAME}(Tensor q, Tensor k, Tensor v, {OPTIONS}, str plan) -> (Tensor, Tensor)", tags=TAGS)
+LIBRARY.define(
+    f"{BACKWARD}(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=TAGS,
+)
+OPERATOR = torch.ops.tileweave.ulysses_attention.default
+OPERATOR_BACKWARD = torch.ops.tileweave.ulysses_attention_backward.default
+_plan = lru_cache(Plan.from_json)
+
+
+@torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
+def _run(q, k, v, group_name, causal, scale, layout, plan):
+    """The operator's implementation."""
+    plan = _plan(plan) if plan else None
+    return run(named_fabric(group_name, q.device), q, k, v, causal, scale, layout, plan)
+
+
+def run(fabric, q, k, v, causal, scale, layout, plan):
+    """Check, choose the path, compute. The options are those of the public function; returns (out, lse)."""
+    check_kinds(q, k, v, causal, scale, plan)
+    like = Like.of(q), Like.of(k), Like.of(v)
+    call, route = settle(Site.of(fabric), *like, causal, scale, layout, plan)
+    if fabric.compares:
+        fabric.agree(Agreement(call, route.plan))
+    return unfused(fabric, call, q, k, v)
+
+
+@torch.library.impl(LIBRARY, BACKWARD, "CompositeExplicitAutograd")
+def _run_backward(grad, q, k, v, out, lse, group_name, causal, scale, layout):
+    """The implementation of the backward pass."""
+    fabric = named_fabric(group_name, q.device)
+    call = check(fabric.world_size, Like.of(q), Like.of(k), Like.of(v), causal, scale, layout)
+    if fabric.compares:
+        fabric.agree((BACKWARD, call))
+    return unfused_backward(fabric, call, grad, q, k, v, out, lse)
+
+
+@torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
+def _fake(q, k, v, group_name, causal, scale, layout, plan):
+    """The results' shapes and dtypes; the contract is checked here too, the plan is not."""
+    world = group_size(group_name)
+    s = check(world, Like.of(q), Like.of(k), Like.of(v), causal, scale, layout).shape
+    return q.new_empty(q.shape), q.new_empty(s.batch, s.heads // world, s.rows * world, dtype=lse_dtype(q.dtype))
+
+
+@torch.library.register_fake(f"tileweave::{BACKWARD}", lib=LIBRARY)
+def _fake_backward(grad, q, k, v, out, lse, *options):
+    """The gradients' shapes."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _Gradients(torch.autograd.Function):
+    """A call whose gradients will be asked for."""
+
+    @staticmethod
+    def forward(ctx, keys, q, k, v, *options):
+        """Compute, and keep what the gradients need."""
+        out, lse = below_autograd(OPERATOR, keys, q, k, v, *options)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.mark_non_differentiable(lse)
+        ctx.options = options
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        """The gradients of q, k and v."""
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = OPERATOR_BACKWARD(grad, q, k, v, out, lse, *ctx.options[:-1])
+        return None, *grads, *[None] * len(ctx.options)
+
+
+def _autograd(keys, q, k, v, *options):
+    """As torch.library.register_autograd, which costs more on every call."""
+    refuse_transforms(NAME, q, k, v)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        return _Gradients.apply(keys, q, k, v, *options)
+    return below_autograd(OPERATOR, keys, q, k, v, *options)
+
+
+LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)
+register_backward(BACKWARD, OPERATOR_BACKWARD)
+register_autocast(NAME, OPERATOR)
