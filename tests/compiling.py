@@ -46,7 +46,7 @@ class CompilingFabric(Fabric):
         flags, state = meta(self.world_size, BLOCK_WORDS, dtype=torch.int32), meta(STATE_WORDS, dtype=torch.int32)
         return Channel(op, flags, state, *arenas, 1_000_000)
 
-    def launch(self, kernel, grid, args, *, num_warps, variant=None):
+    def launch(self, kernel, grid, args, *, num_warps, variant=None, copies=()):
         self.reports.append(compile_report(kernel, args, num_warps))
 
     def _reduce_scatter(self, x):

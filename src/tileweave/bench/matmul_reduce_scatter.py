@@ -52,7 +52,7 @@ class Recorder(VirtualFabric):
         nothing = torch.zeros(1, 512, dtype=torch.uint8, device=self.device)
         return Channel(op, words[0], words[1][0], nothing, nothing, 10**6)
 
-    def launch(self, kernel, grid, args, *, num_warps, variant=None) -> None:
+    def launch(self, kernel, grid, args, *, num_warps, variant=None, copies=()) -> None:
         compiled = variant_of(kernel, grid, args, num_warps, variant)
         load(compiled, capturing=False)
         self.kept.append(Launch(compiled, grid, args, torch.cuda.current_stream().cuda_stream, False))

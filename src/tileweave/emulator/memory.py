@@ -14,6 +14,7 @@ from tileweave.emulator.regions import Region
 
 if TYPE_CHECKING:
     from tileweave.emulator.agents import CTA, Partition
+    from tileweave.emulator.copies import Copy
     from tileweave.emulator.mbarrier import MBarrier
     from tileweave.emulator.world import World
 
@@ -294,7 +295,7 @@ class Memory:
             self.aborts.setdefault(abort, set()).add(byte)
         return self.watchers.setdefault(byte, [])
 
-    def release(self, byte: int, part: Partition, scope: str) -> Releases:
+    def release(self, byte: int, part: Partition | Copy, scope: str) -> Releases:
         """Publish at a location what the first thread of a partition knows; returns all that is published there."""
         cta = part.cta
         entries = self.released.setdefault(byte, {})
@@ -317,7 +318,7 @@ class Memory:
         part.tick()
         return entries
 
-    def signal(self, byte: int, old: int, value: int, part: Partition) -> None:
+    def signal(self, byte: int, old: int, value: int, part: Partition | Copy) -> None:
         """A release at system scope by storing `value`, which a wait tells from other values stored there."""
         log = self.signals.setdefault(byte, [(old, dict(self.released.get(byte, ())))])
         log.append((value, dict(self.release(byte, part, "sys"))))

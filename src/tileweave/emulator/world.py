@@ -17,6 +17,7 @@ from tileweave import lang
 from tileweave.emulator.agents import CTA, HOST_LAUNCH, Partition
 from tileweave.emulator.async_words import release_shared_memory
 from tileweave.emulator.clocks import Clock, Past, merged
+from tileweave.emulator.copies import finish, start
 from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
 from tileweave.emulator.explain import deadlock
 from tileweave.emulator.hosts import Host
@@ -127,16 +128,25 @@ class World:
             self._reset()
             self.hub = None
 
-    def launch(self, kernel, grid: Sequence[int], *args, num_warps: int = 4, **kwargs) -> None:
+    def launch(
+        self,
+        kernel,
+        grid: Sequence[int],
+        *args,
+        num_warps: int = 4,
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        **kwargs,
+    ) -> None:
         """Inside fn: run a kernel on this rank's stream and return when all its CTAs and transfers have ended.
 
         Arguments are those of the kernel: tensors, TensorDescriptors, Multicast addresses, numbers, constexprs.
+        `copies` (target, source) are made meanwhile by the copy engine, one behind the other.
         """
         host = self._host("launch")
         for option in _COMPILE_OPTIONS:
             kwargs.pop(option, None)
         grid = (*map(int, grid), 1, 1)[:3]
-        host.submit(lambda: self._launch(host.part, kernel, grid, args, kwargs, num_warps), "launch")
+        host.submit(lambda: self._launch(host.part, kernel, grid, args, kwargs, num_warps, copies), "launch")
 
     def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
         """Inside fn, by every rank: all meet, one of them runs `action`, and all return its result.
@@ -201,7 +211,7 @@ class World:
         for memory in self._memories.values():
             memory.forget()
 
-    def _launch(self, host: Partition, kernel, grid, args, kwargs, num_warps: int) -> None:
+    def _launch(self, host: Partition, kernel, grid, args, kwargs, num_warps: int, copies) -> None:
         fn, rank = rebuilt(kernel), host.rank
         bound = _signature(kernel.fn).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -210,6 +220,7 @@ class World:
         number = self._launches[rank]
         past = host.clock.published(host.cta, host.serial, host.count)
         host.tick()
+        beside = start(host, copies)
         running: list[Partition] = []
         for id, (z, y, x) in enumerate(np.ndindex(grid[2], grid[1], grid[0])):
             if self.sms and len(running) >= self.sms:  # co-residency is limited
@@ -219,6 +230,7 @@ class World:
             running.append(Partition(cta, "main", Clock.starting(past), self._body, (fn, values)))
         for part in running:
             self._finish(host, part)
+        finish(beside)
         known = host.clock.past[0]
         ended = tuple(number if r == rank else n for r, n in enumerate(known.ended))
         live = {cta: row for cta, row in known.live.items() if cta.launch > ended[cta.rank]}

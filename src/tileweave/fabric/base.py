@@ -18,6 +18,7 @@ FLAGS = 448  # an op's own 128, then two for each CTA
 BLOCK_WORDS = HEADER_WORDS + FLAGS
 STATE_WORDS = 128
 MAX_RANKS = STATE_WORDS - 2  # a counter per peer, after the epoch and the count of CTAs that are done
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def debug_mode() -> bool:
@@ -111,7 +112,14 @@ class Fabric(ABC):
 
     @abstractmethod
     def launch(
-        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: "Variant | None" = None
+        self,
+        kernel: Any,
+        grid: int,
+        args: Sequence[Any],
+        *,
+        num_warps: int,
+        variant: "Variant | None" = None,
+        copies: Copies = (),
     ) -> None:
         """Enqueue `kernel` with `grid` CTAs (at most `sms`) on this rank's current stream. Collective.
 
@@ -124,6 +132,10 @@ class Fabric(ABC):
 
     @abstractmethod
     def _agree(self, call: Hashable) -> None:
+
+        `copies` are contiguous tensors (target, source), of any ranks' memory, which the copy engine copies one behind
+        the other on a stream of its own: after what the current stream held before, while the kernel runs. The current
+        stream goes on after both. A copied word is there only when all that was copied ahead of it is.
         """`agree` in debug mode."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from tileweave.fabric.base import Channel, Fabric, Outcome, Variant, check_labels, debug_mode
+from tileweave.fabric.base import Channel, Copies, Fabric, Outcome, Variant, check_labels, debug_mode
 from tileweave.fabric.capability import cuda_refusal
 
 # Newer releases of PyTorch call them by these names, and warn of the old ones.
@@ -40,7 +40,14 @@ class DistributedFabric(Fabric):
         self._refuse(op)
 
     def launch(
-        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+        self,
+        kernel: Any,
+        grid: int,
+        args: Sequence[Any],
+        *,
+        num_warps: int,
+        variant: Variant | None = None,
+        copies: Copies = (),
     ) -> None:
         """Raises RuntimeError: there are no kernels."""
         self._refuse(kernel.__name__)

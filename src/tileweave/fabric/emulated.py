@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tileweave.fabric.base import Outcome, Variant
+from tileweave.fabric.base import Copies, Outcome, Variant
 from tileweave.fabric.world import World, WorldFabric
 
 T = TypeVar("T")
@@ -54,11 +54,18 @@ class EmulatedFabric(WorldFabric):
     world: EmulatedWorld
 
     def launch(
-        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+        self,
+        kernel: Any,
+        grid: int,
+        args: Sequence[Any],
+        *,
+        num_warps: int,
+        variant: Variant | None = None,
+        copies: Copies = (),
     ) -> None:
         """Run the kernel; returns when its CTAs and their asynchronous operations have ended."""
         self.check_grid(kernel, grid)
-        self.world._machine.launch(kernel, (grid,), *args, num_warps=num_warps)
+        self.world._machine.launch(kernel, (grid,), *args, num_warps=num_warps, copies=copies)
 
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.exchange(f"reduce_scatter({tuple(x.shape)})", x, list)

@@ -20,10 +20,19 @@ import torch
 import torch.distributed as dist
 
 from tileweave import lang
-from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, STATE_WORDS, Channel, FabricTimeout, Variant, debug_mode
+from tileweave.fabric.base import (
+    BLOCK_WORDS,
+    HEADER_WORDS,
+    STATE_WORDS,
+    Channel,
+    Copies,
+    FabricTimeout,
+    Variant,
+    debug_mode,
+)
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
-from tileweave.fabric.variants import enqueue, load, variant_of
+from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
 
 if TYPE_CHECKING:
     from tileweave.fabric.peer_memory import PeerMemory
@@ -111,6 +120,7 @@ class ProcessFabric(DistributedFabric):
         self._failed: FabricTimeout | None = None
         self._lock = threading.Lock()  # of _failed and the reports, which the watchdog looks at too
         self._last: torch.cuda.Stream | None = None  # that has the latest launch
+        self._beside: torch.cuda.Stream | None = None  # for copies
         facts = self._gather(_facts(device))
         errors = [f"rank {rank}: {fact.error}" for rank, fact in enumerate(facts) if fact.error]
         if errors:
@@ -161,7 +171,14 @@ class ProcessFabric(DistributedFabric):
         return found.channel.views if found else None
 
     def launch(
-        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+        self,
+        kernel: Any,
+        grid: int,
+        args: Sequence[Any],
+        *,
+        num_warps: int,
+        variant: Variant | None = None,
+        copies: Copies = (),
     ) -> None:
         """Enqueue the kernel on the current stream, after this fabric's earlier launches on other streams."""
         self.check_grid(kernel, grid)
@@ -171,7 +188,7 @@ class ProcessFabric(DistributedFabric):
         index = self.device.index
         if index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
-                return self.launch(kernel, grid, args, num_warps=num_warps, variant=variant)
+                return self.launch(kernel, grid, args, num_warps=num_warps, variant=variant, copies=copies)
         compiled = variant_of(kernel, grid, args, num_warps, variant)
         handle, capturing = torch._C._cuda_getCurrentRawStream(index), torch.cuda.is_current_stream_capturing()
         load(compiled, capturing)
@@ -180,7 +197,12 @@ class ProcessFabric(DistributedFabric):
             if self._last is not None:
                 stream.wait_stream(self._last)
             self._last = stream
+        if copies:
+            self._beside = self._beside or torch.cuda.Stream(self.device)
+            copy_beside(self._beside, copies)
         enqueue(compiled, grid, args, handle)
+        if copies and self._beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
 
     def check(self) -> None:
         """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain since the last time."""

@@ -1,4 +1,4 @@
-"""Compiled kernels, found and loaded apart.
+"""Compiled kernels, found and loaded apart; copies beside them.
 
 Loading may wait for the device, hence for a kernel that waits for a peer, so it has its moment; compiling has not.
 Triton's own launch would do both, and analyse every argument each time, which costs more than the launch: a warm call
@@ -9,7 +9,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from tileweave.fabric.base import Variant
+import torch
+
+from tileweave.fabric.base import Copies, Variant
 
 _compiling = threading.Lock()  # ranks of one process want the same variants: compile each once
 
@@ -44,3 +46,11 @@ def load(compiled: Any, capturing: bool) -> None:
 def enqueue(compiled: Any, grid: int, args: Sequence[Any], stream: int) -> None:
     """Launch a loaded kernel on the stream with this handle."""
     compiled[(grid, 1, 1)](*args, stream=stream)
+
+
+def copy_beside(stream: torch.cuda.Stream, copies: Copies) -> None:
+    """Enqueue copies on `stream`, one behind the other, after what the current stream has been given so far."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for target, source in copies:
+            target.copy_(source, non_blocking=True)

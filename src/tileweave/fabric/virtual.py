@@ -17,7 +17,7 @@ import torch
 from tileweave.fabric.base import Abandoned, Channel, Outcome, Variant
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
-from tileweave.fabric.variants import enqueue, load, variant_of
+from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
 from tileweave.fabric.world import World, WorldFabric
 
 T = TypeVar("T")
@@ -44,6 +44,7 @@ class VirtualWorld(World):
         super().__init__(size, device, sms, timeout)
         self.meeting = self._new_meeting()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
+        self.beside = [torch.cuda.Stream(device) for _ in range(size)]  # for copies
         self.last: list[torch.cuda.Stream | None] = [None] * size  # where each rank's latest launch went
 
     def close(self) -> None:
@@ -129,7 +130,14 @@ class VirtualFabric(WorldFabric):
     world: VirtualWorld
 
     def launch(
-        self, kernel: Any, grid: int, args: Sequence[Any], *, num_warps: int, variant: Variant | None = None
+        self,
+        kernel: Any,
+        grid: int,
+        args: Sequence[Any],
+        *,
+        num_warps: int,
+        variant: Variant | None = None,
+        copies: Copies = (),
     ) -> None:
         """Enqueue the kernel on this rank's current stream, when all ranks have come with the same kernel and grid.
 
@@ -148,7 +156,11 @@ class VirtualFabric(WorldFabric):
             self.exchange(f"launch of {kernel.__name__} with {grid} CTAs", mine, launch_all)
 
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+            if copies:  # before any kernel of the meeting that waits for them: streams may share a hardware queue
+                copy_beside(self.world.beside[self.rank], copies)
         label = f"reduce_scatter({tuple(x.shape)})"
+            if copies:
+                stream.wait_stream(self.world.beside[self.rank])
         parts = self._gather(label, x)
         total = reduce_rows(parts, self.rank)
         self._gather(label, None)  # the peers' streams may change or free their x only when all have read it
