@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tileweave.fabric.base import Abandoned, Channel, Outcome, Variant
+from tileweave.fabric.base import Abandoned, Channel, Copies, Outcome, Variant
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
 from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
