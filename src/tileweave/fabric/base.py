@@ -124,6 +124,10 @@ class Fabric(ABC):
         """Enqueue `kernel` with `grid` CTAs (at most `sms`) on this rank's current stream. Collective.
 
         `variant` is the caller's, for launches that Triton would compile alike: the fabric keeps the kernel there.
+
+        `copies` are contiguous tensors (target, source), of any ranks' memory, which the copy engine copies one behind
+        the other on a stream of its own: after what the current stream held before, while the kernel runs. The current
+        stream goes on after both. A copied word is there only when all that was copied ahead of it is.
         """
 
     @abstractmethod
@@ -132,10 +136,6 @@ class Fabric(ABC):
 
     @abstractmethod
     def _agree(self, call: Hashable) -> None:
-
-        `copies` are contiguous tensors (target, source), of any ranks' memory, which the copy engine copies one behind
-        the other on a stream of its own: after what the current stream held before, while the kernel runs. The current
-        stream goes on after both. A copied word is there only when all that was copied ahead of it is.
         """`agree` in debug mode."""
 
     @abstractmethod

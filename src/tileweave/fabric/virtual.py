@@ -153,14 +153,14 @@ class VirtualFabric(WorldFabric):
                 stream.wait_stream(last)
             self.world.last[self.rank] = stream
             mine = Launch(compiled, grid, args, stream.cuda_stream, capturing)
-            self.exchange(f"launch of {kernel.__name__} with {grid} CTAs", mine, launch_all)
-
-    def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
             if copies:  # before any kernel of the meeting that waits for them: streams may share a hardware queue
                 copy_beside(self.world.beside[self.rank], copies)
-        label = f"reduce_scatter({tuple(x.shape)})"
+            self.exchange(f"launch of {kernel.__name__} with {grid} CTAs", mine, launch_all)
             if copies:
                 stream.wait_stream(self.world.beside[self.rank])
+
+    def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
+        label = f"reduce_scatter({tuple(x.shape)})"
         parts = self._gather(label, x)
         total = reduce_rows(parts, self.rank)
         self._gather(label, None)  # the peers' streams may change or free their x only when all have read it
