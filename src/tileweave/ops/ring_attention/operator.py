@@ -18,11 +18,11 @@ from functools import lru_cache
 import torch
 
 from tileweave.fabric import named_fabric
-from tileweave.ops.contract import Like, Site
+from tileweave.ops.contract import Site
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.ring_attention.check import NAME, Agreement, check, check_kinds, settle
 from tileweave.ops.ring_attention.launch import unfused, unfused_backward
-from tileweave.ops.sequence.contract import lse_dtype
+from tileweave.ops.sequence.contract import likes, lse_dtype
 from tileweave.ops.sequence.registration import (
     below_autograd,
     refuse_transforms,
@@ -54,8 +54,7 @@ def _run(q, k, v, group_name, causal, scale, layout, placement, plan):
 def run(fabric, q, k, v, causal, scale, layout, placement, plan):
     """Check, choose the path, compute. The options are those of the public function; returns (out, lse)."""
     check_kinds(q, k, v, causal, scale, plan)
-    like = Like.of(q), Like.of(k), Like.of(v)
-    call, route = settle(Site.of(fabric), *like, causal, scale, layout, placement, plan)
+    call, route = settle(Site.of(fabric), *likes(q, k, v), causal, scale, layout, placement, plan)
     if fabric.compares:
         fabric.agree(Agreement(call, route.plan))
     return unfused(fabric, call, q, k, v)
@@ -65,7 +64,7 @@ def run(fabric, q, k, v, causal, scale, layout, placement, plan):
 def _run_backward(grad, q, k, v, out, lse, group_name, causal, scale, layout, placement):
     """The implementation of the backward pass."""
     fabric = named_fabric(group_name, q.device)
-    call = check(Like.of(q), Like.of(k), Like.of(v), causal, scale, layout, placement)
+    call = check(*likes(q, k, v), causal, scale, layout, placement)
     if fabric.compares:
         fabric.agree((BACKWARD, call))
     return unfused_backward(fabric, call, grad, q, k, v, out, lse)
@@ -74,7 +73,7 @@ def _run_backward(grad, q, k, v, out, lse, group_name, causal, scale, layout, pl
 @torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
 def _fake(q, k, v, group_name, causal, scale, layout, placement, plan):
     """The results' shapes and dtypes; the contract is checked here too, the plan is not."""
-    s = check(Like.of(q), Like.of(k), Like.of(v), causal, scale, layout, placement).shape
+    s = check(*likes(q, k, v), causal, scale, layout, placement).shape
     return q.new_empty(q.shape), q.new_empty(s.batch, s.heads, s.rows, dtype=lse_dtype(q.dtype))
 
 

@@ -45,6 +45,12 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def likes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Like, Like, Like]:
+    """What the contract says of the three."""
+    q_like, k_like, v_like = (Like(x.shape, x.dtype, x.device) for x in (q, k, v))
+    return q_like, k_like, v_like
+
+
 def check_kinds(name: str, q: Any, k: Any, v: Any, causal: Any, scale: Any, plan: Any) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check_shape`."""
     for word, x in (("q", q), ("k", k), ("v", v)):

@@ -19,7 +19,8 @@ def unfused(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fallback: (out in the layout of q, lse [B, H / world, S] of this rank's heads). Collective."""
     q, k, v = (_to_heads(fabric, call, x) for x in (q, spread(call, k), spread(call, v)))
-    out, lse = attend(*(heads_first(x, call.layout) for x in (q, k, v)), call.causal, call.scale)
+    q, k, v = (heads_first(x, call.layout) for x in (q, k, v))
+    out, lse = attend(q, k, v, call.causal, call.scale)
     return _to_rows(fabric, call, heads_first(out.to(call.dtype), call.layout)), lse
 
 
@@ -36,8 +37,8 @@ def unfused_backward(
     """Gradients of q, k and v: what is known of the rows goes to the heads once more, gradients come back. Those of
     heads that several ranks have are summed, in float32. Collective."""
     given = grad, q, spread(call, k), spread(call, v), out
-    whole = (heads_first(_to_heads(fabric, call, x), call.layout) for x in given)
-    dq, dk, dv = attend_backward(*whole, lse, call.causal, call.scale)
+    grad, q, k, v, out = (heads_first(_to_heads(fabric, call, x), call.layout) for x in given)
+    dq, dk, dv = attend_backward(grad, q, k, v, out, lse, call.causal, call.scale)
     shared = lse_dtype(call.dtype) if call.copies > 1 else call.dtype
     grads = zip((dq, dk, dv), (call.dtype, shared, shared), strict=True)
     dq, dk, dv = (_to_rows(fabric, call, heads_first(x.to(dtype), call.layout)) for x, dtype in grads)

@@ -7,6 +7,7 @@ import torch
 from tileweave.fabric import fabric_of, group_name, group_size
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
+from tileweave.ops.sequence.contract import likes
 from tileweave.ops.sequence.registration import is_plain
 from tileweave.ops.ulysses_attention.check import NAME, check, check_kinds, settle
 from tileweave.ops.ulysses_attention.launch import with_attention
@@ -67,7 +68,7 @@ def ulysses_attention(
     check_kinds(q, k, v, causal, scale, plan, attention)
     if attention is not None:
         name = group_name(group)
-        call = check(group_size(name), Like.of(q), Like.of(k), Like.of(v), causal, scale, layout)
+        call = check(group_size(name), *likes(q, k, v), causal, scale, layout)
         return with_attention(call, q, k, v, name, attention, scale)
     if is_plain(q, k, v):
         return run(fabric_of(group, q.device), q, k, v, causal, scale, layout, plan)[0]

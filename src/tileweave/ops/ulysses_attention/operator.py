@@ -15,9 +15,9 @@ from functools import lru_cache
 import torch
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.contract import Like, Site
+from tileweave.ops.contract import Site
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.ops.sequence.contract import lse_dtype
+from tileweave.ops.sequence.contract import likes, lse_dtype
 from tileweave.ops.sequence.registration import (
     below_autograd,
     refuse_transforms,
@@ -51,8 +51,7 @@ def _run(q, k, v, group_name, causal, scale, layout, plan):
 def run(fabric, q, k, v, causal, scale, layout, plan):
     """Check, choose the path, compute. The options are those of the public function; returns (out, lse)."""
     check_kinds(q, k, v, causal, scale, plan)
-    like = Like.of(q), Like.of(k), Like.of(v)
-    call, route = settle(Site.of(fabric), *like, causal, scale, layout, plan)
+    call, route = settle(Site.of(fabric), *likes(q, k, v), causal, scale, layout, plan)
     if fabric.compares:
         fabric.agree(Agreement(call, route.plan))
     return unfused(fabric, call, q, k, v)
@@ -62,7 +61,7 @@ def run(fabric, q, k, v, causal, scale, layout, plan):
 def _run_backward(grad, q, k, v, out, lse, group_name, causal, scale, layout):
     """The implementation of the backward pass."""
     fabric = named_fabric(group_name, q.device)
-    call = check(fabric.world_size, Like.of(q), Like.of(k), Like.of(v), causal, scale, layout)
+    call = check(fabric.world_size, *likes(q, k, v), causal, scale, layout)
     if fabric.compares:
         fabric.agree((BACKWARD, call))
     return unfused_backward(fabric, call, grad, q, k, v, out, lse)
@@ -72,7 +71,7 @@ def _run_backward(grad, q, k, v, out, lse, group_name, causal, scale, layout):
 def _fake(q, k, v, group_name, causal, scale, layout, plan):
     """The results' shapes and dtypes; the contract is checked here too, the plan is not."""
     world = group_size(group_name)
-    s = check(world, Like.of(q), Like.of(k), Like.of(v), causal, scale, layout).shape
+    s = check(world, *likes(q, k, v), causal, scale, layout).shape
     return q.new_empty(q.shape), q.new_empty(s.batch, s.heads // world, s.rows * world, dtype=lse_dtype(q.dtype))
 
 
