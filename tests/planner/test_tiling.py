@@ -82,7 +82,8 @@ def test_the_plan_is_near_the_best_that_the_sweep_measured():
     from tileweave.bench.matmul import key
     from tileweave.planner import Problem, candidates
 
-    rows = json.loads((FIGURES / "matmul_sweep_1xH200.json").read_text())["rows"]
+    sweeps = FIGURES.glob("matmul_sweep*_1xH200.json")
+    rows = [row for sweep in sweeps for row in json.loads(sweep.read_text())["rows"]]
     losses = []
     for row in rows:
         times = {name: us[0] for name, us in row["us"].items() if name != "cublas"}

@@ -89,15 +89,16 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan.tile)
     compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
+    exchange = tiling.exchange_us(tiles, plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
     moved = operand_bytes(m, n, problem.k, plan.tile, sms, hardware) + 2 * m * n
     memory = hardware.launch_us + moved / (hardware.memory_gbs * min(sms, tiles) / hardware.sms * 1e3)
     if problem.world == 1:
-        return overlapped(compute, memory)
+        return overlapped(compute, memory) + exchange
     rate = plan.comm_sms * SM_GBS
     sent = 2 * problem.rows * problem.k * (problem.world - 1)
     send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
-    multiply = overlapped(compute, memory)
+    multiply = overlapped(compute, memory) + exchange
     return (multiply + send if plan.schedule == "none" else overlapped(multiply, send)) + hardware.sync_us
 
 

@@ -135,7 +135,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     sent = peers * 2.0 * problem.n * min(rows_of(problem, plan), problem.m)
     memory = hardware.launch_us + (operands + result + (sent if shots else 0)) / memory_rate
     link = hardware.launch_us + sent / link_rate if problem.linked and shots else 0.0
-    loop = overlapped(overlapped(compute, memory), link)
+    loop = overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, problem.sms)
     if shots == 0:
         if peers == 0:
             return loop

@@ -1,6 +1,7 @@
 """Problem -> Plan: which mechanism, schedule and tile a call gets, what it should cost, and why."""
 
 import json
+import math
 from dataclasses import dataclass, field, fields, replace
 
 from tileweave.planner.hardware import H200, Hardware
@@ -21,6 +22,8 @@ from tileweave.planner.tiling import (
 MAX_SPLIT = 16  # CTAs that may share a tile
 SHARING_SMS = 160  # CTAs that have flags for it
 SPLITS = (1, 2, 3, 4)  # of these, what the planner considers
+SCHEDULES = ("intra_sm", "inter_sm", "none")  # of matmul + reduce-scatter; the planner considers the first
+OWN_FLAGS, OWN_WORDS = 128, 126  # of a rank's flags and state: those that an op may use as it likes
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Plan:
 
     mechanism: "tma"; schedule: one that the op has, see its docstring; tile: (rows, columns, K step) of a CTA; stages:
     depth of the operand ring; split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate, as
-    `all_gather_matmul` needs; predicted_us: microseconds by the cost model, None for a plan made by hand.
+    inter-SM schedules need; predicted_us: microseconds by the cost model, None for a plan made by hand.
     """
 
     mechanism: str = "tma"
@@ -97,11 +100,40 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
     """Why `plan` cannot run `problem`, naming the legal values; None if it can. Planner and launch both ask here."""
     if plan.mechanism != "tma":
         return f"plan.mechanism={plan.mechanism!r}: matmul_reduce_scatter has 'tma'"
-    if plan.schedule != "intra_sm":
-        return f"plan.schedule={plan.schedule!r}: matmul_reduce_scatter has 'intra_sm'"
-    if plan.comm_sms != 0:
-        return f"plan.comm_sms={plan.comm_sms}: the intra_sm schedule has 0"
-    return untileable(plan, problem.message_bytes, hardware, problem.operand_bytes) or unshareable(problem, plan)
+    if plan.schedule not in SCHEDULES:
+        return f"plan.schedule={plan.schedule!r}: matmul_reduce_scatter has {', '.join(map(repr, SCHEDULES))}"
+    if plan.schedule != "inter_sm":
+        if plan.comm_sms != 0:
+            return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 0"
+    elif problem.world == 1:
+        return "plan.schedule='inter_sm': a world of one has 'intra_sm' and 'none', as there is nobody to send to"
+    elif most_blocks(problem.world) < 1:
+        return f"plan.schedule='inter_sm' has too few flags for {problem.world} ranks; 'intra_sm' and 'none' would do"
+    elif problem.sms < 2:
+        return "plan.schedule='inter_sm' needs an SM to communicate and one to multiply; 'intra_sm' would do with 1"
+    elif not 1 <= plan.comm_sms < problem.sms:
+        return f"plan.comm_sms={plan.comm_sms}: the inter_sm schedule has 1 to {problem.sms - 1} of {problem.sms} SMs"
+    alone = matmul_of(problem, plan)
+    return untileable(plan, problem.message_bytes, hardware, problem.operand_bytes) or unshareable(alone, plan)
+
+
+def matmul_of(problem: Problem, plan: Plan) -> Problem:
+    """The problem of the CTAs that multiply: as one rank if parts travel later, on the SMs that do not communicate."""
+    if plan.schedule == "none":
+        return replace(problem, world=1, deterministic=True)
+    return replace(problem, sms=problem.sms - plan.comm_sms)
+
+
+def most_blocks(world: int) -> int:
+    """Blocks that an owner's tiles may go in, inter-SM, each of which has two flags and counters for each rank."""
+    return min(OWN_FLAGS // (2 * world), OWN_WORDS // (2 * world - 1))
+
+
+def blocks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
+    """Tiles of an owner in a block, a wave of them if there are as many, and how many blocks."""
+    per = tiles_of(problem.m // problem.world, problem.n, 1, plan.tile)
+    tiles = max(min(problem.sms - plan.comm_sms, per), math.ceil(per / most_blocks(problem.world)))
+    return tiles, math.ceil(per / tiles)
 
 
 def untileable(plan: Plan, message_bytes: int, hardware: Hardware = H200, operand_bytes: int = 2) -> str | None:
@@ -150,7 +182,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
     link = hardware.launch_us + sent / (hardware.link_gbs * 1e3) if problem.linked else 0.0
     sync = hardware.sync_us if problem.world > 1 else 0.0
-    return overlapped(overlapped(compute, memory), link) + sync
+    return overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, problem.sms) + sync
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:

@@ -60,12 +60,16 @@ class Tiling:
     share_us: float
 
     def compute_us(self, tiles: int, k_steps: int, split: int, sms: int) -> float:
-        """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand.
+        """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand, without exchanges.
 
         A step of 8-bit operands has twice the elements at twice the rate, so it takes as long.
         """
-        launch, steps, ends, shares = work_of(tiles, k_steps, split, sms)
-        return self.launch_us * launch + self.step_us * steps + self.tile_us * ends + self.share_us * shares
+        launch, steps, ends, _ = work_of(tiles, k_steps, split, sms)
+        return self.launch_us * launch + self.step_us * steps + self.tile_us * ends
+
+    def exchange_us(self, tiles: int, split: int, sms: int) -> float:
+        """Predicted time of the exchanges of shared tiles, which nothing hides."""
+        return self.share_us * work_of(tiles, 1, split, sms)[3]
 
 
 def work_of(tiles: int, k_steps: int, split: int, sms: int) -> tuple[int, int, int, int]:
