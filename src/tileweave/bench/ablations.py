@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from tileweave.bench.matmul_reduce_scatter import record, together
+from tileweave.bench.matmul_reduce_scatter import record
 from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.recording import together
 from tileweave.fabric import virtual_world
 from tileweave.ops.matmul_reduce_scatter import launch
 from tileweave.planner import Problem, plan_for
@@ -83,13 +84,11 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, kernels: dict[
     with virtual_world(world_size, "cuda", timeout=5.0) as world:
         plan = plan_for(Problem(m, n, k, world_size, 2, world.sms, linked=False))
         contenders: dict[str, Callable[[], None]] = {}
-        kept = []
         for name, kernel in kernels.items():
             launch.matmul_reduce_scatter_kernel = kernel
-            launches, outs, streams = record(
+            launches, _, streams = record(
                 world, a, b, name == "local", plan, deterministic=name == "deterministic" or world_size == 2
             )
-            kept.append(outs)
             contenders[name] = together(launches, streams)
         launch.matmul_reduce_scatter_kernel = kernels["op"]
         times = interleaved(contenders, rounds)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from tileweave.bench.matmul_reduce_scatter import Recorder, together
 from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.recording import Recorder, together
 from tileweave.fabric import virtual_world
 from tileweave.fabric.virtual import VirtualWorld
 from tileweave.ops.all_gather_matmul import reference

@@ -70,7 +70,7 @@ def _source(kernel: Any, args: Sequence[Any]) -> GluonASTSource:
     attributes: dict[tuple[int], list] = {}
     for i, ((name, parameter), value) in enumerate(zip(parameters.items(), args, strict=True)):
         specialized = name not in kernel.do_not_specialize
-        if "constexpr" in str(parameter.annotation):
+        if value is None or "constexpr" in str(parameter.annotation):
             signature[name], constants[(i,)] = "constexpr", value
         elif isinstance(value, int) and value == 1 and specialized:
             signature[name], constants[(i,)] = "constexpr", 1

@@ -14,15 +14,14 @@ a table and writes JSON where --json says. Each result is checked against a floa
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from tileweave.bench.matmul_reduce_scatter import Recorder
 from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.recording import Recorder, together
 from tileweave.fabric import virtual_world
-from tileweave.fabric.virtual import Launch, launch_all
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce import reference, relative_error, tolerance
 from tileweave.ops.matmul_all_reduce.check import Options, settle
@@ -54,27 +53,6 @@ def record(world, a, b, extras: Extras, alone: bool, plan: Plan):
     return zip(*world.run(rank_program), strict=True)
 
 
-def together(launches: Sequence[Launch], streams: Sequence[torch.cuda.Stream], calls: int) -> Callable[[], None]:
-    """A contender: all ranks' launches on their streams, `calls` times in a row, as one replay of a graph."""
-
-    def enqueue() -> None:
-        here = torch.cuda.current_stream()
-        start = here.record_event()
-        for stream in streams:
-            stream.wait_event(start)
-        for _ in range(calls):
-            launch_all(launches)
-        for stream in streams:
-            here.wait_stream(stream)
-
-    enqueue()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        enqueue()
-    return graph.replay
-
-
 def measure(world_size: int, m: int, n: int, k: int, rounds: int, calls: int) -> dict:
     """One row: errors against float32 with poisoned results, then microseconds of a call; k is one rank's share."""
     a = [torch.randn(m, k, device="cuda").bfloat16() for _ in range(world_size)]
@@ -89,7 +67,6 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, calls: int) ->
         best = plan_for(Problem(m, n, k, 1, world.sms, linked=False))
         contenders: dict[str, Callable[[], None]] = {}
         errors: dict[str, float] = {}
-        kept = []  # what the graphs read and write
         for name, extras, alone, chosen in (
             ("fused", none, False, plan),
             ("normed", given, False, normed),
@@ -97,7 +74,6 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, calls: int) ->
             ("matmul", none, True, best),
         ):
             launches, results, streams = record(world, a, b, extras, alone, chosen)
-            kept.append(launches)
             contenders[name] = together(launches, streams, calls)
             for each in results:
                 each[-1].fill_(float("nan"))

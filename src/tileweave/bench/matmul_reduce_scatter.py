@@ -13,16 +13,15 @@ Prints a table and writes JSON where --json says.
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.recording import Recorder, together
 from tileweave.fabric import virtual_world
-from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel
-from tileweave.fabric.variants import load, variant_of
-from tileweave.fabric.virtual import Launch, VirtualFabric, VirtualWorld, launch_all
+from tileweave.fabric.virtual import VirtualWorld
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 from tileweave.ops.matmul_reduce_scatter.check import settle
@@ -30,32 +29,6 @@ from tileweave.ops.matmul_reduce_scatter.launch import fused
 from tileweave.planner import Plan, Problem, plan_for
 
 SHAPES = [(1, 8192, 8192, 8192)] + [(w, 8192, 8192, k) for k in (4096, 2048) for w in (2, 4, 8)]
-
-
-class Recorder(VirtualFabric):
-    """A rank's fabric that keeps its launches instead of making them, so that timing holds no host work.
-
-    With `alone` it is a world of one rank on that rank's share of the SMs.
-    """
-
-    def __init__(self, fabric: VirtualFabric, alone: bool):
-        super().__init__(fabric.world, fabric.rank)
-        self.kept: list[Launch] = []
-        self.alone = alone
-        if alone:
-            self.rank, self.world_size = 0, 1
-
-    def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
-        if not self.alone:
-            return super().channel(op, adding_bytes, staging_bytes)
-        words = [torch.zeros(1, n, dtype=torch.int32, device=self.device) for n in (BLOCK_WORDS, STATE_WORDS)]
-        nothing = torch.zeros(1, 512, dtype=torch.uint8, device=self.device)
-        return Channel(op, words[0], words[1][0], nothing, nothing, 10**6)
-
-    def launch(self, kernel, grid, args, *, num_warps, variant=None, copies=()) -> None:
-        compiled = variant_of(kernel, grid, args, num_warps, variant)
-        load(compiled, capturing=False)
-        self.kept.append(Launch(compiled, grid, args, torch.cuda.current_stream().cuda_stream, False))
 
 
 def record(world, a, b, alone: bool, plan: Plan, **options):
@@ -70,21 +43,6 @@ def record(world, a, b, alone: bool, plan: Plan, **options):
         return fabric.kept[0], out, torch.cuda.current_stream()
 
     return zip(*world.run(rank_program), strict=True)
-
-
-def together(launches: Sequence[Launch], streams: Sequence[torch.cuda.Stream]) -> Callable[[], None]:
-    """A contender: all ranks' launches, each on its stream, between two points of the current stream."""
-
-    def run() -> None:
-        here = torch.cuda.current_stream()
-        start = here.record_event()
-        for stream in streams:
-            stream.wait_event(start)
-        launch_all(launches)
-        for stream in streams:
-            here.wait_stream(stream)
-
-    return run
 
 
 def measure(world_size: int, m: int, n: int, k: int, rounds: int) -> dict:
