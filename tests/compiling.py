@@ -90,7 +90,7 @@ def words() -> dict:
 
     x, pt = meta(2, 1024), describe(meta(2, 64, 64), (1, 64, 64))
     flags = meta(2, BLOCK_WORDS, dtype=torch.int32)
-    return compile_report(w.every_primitive, (0, pt, x, x, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
+    return compile_report(w.every_primitive, (0, pt, x, 1 << 40, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
 
 
 VARIANTS = {

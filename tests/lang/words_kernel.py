@@ -4,7 +4,7 @@ from tileweave import lang as gl
 
 
 @gl.jit(do_not_specialize=["rank"])
-def every_primitive(rank, pt, x, multicast, stride, flags_ptr, flags_stride, timeout_us, WORLD: gl.constexpr):
+def every_primitive(rank, pt, x, address, stride, flags_ptr, flags_stride, timeout_us, WORLD: gl.constexpr):
     """Broadcast a tile, meet, reduce over peers' memory and through multicast addresses. One CTA of four warps."""
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     buf = gl.allocate_shared_memory(pt.dtype, [1, 64, 64], pt.layout)
@@ -16,6 +16,7 @@ def every_primitive(rank, pt, x, multicast, stride, flags_ptr, flags_stride, tim
     i = gl.arange(0, 1024, L)
     total = gl.reduce(x + i, stride, WORLD)
     total += gl.all_reduce(x + i, stride, WORLD)
+    multicast = gl.multicast_pointer(address, gl.bfloat16)
     gl.fence_proxy_alias()
     total += gl.multimem_load_reduce(multicast + i).to(gl.float32)
     gl.multimem_store(multicast + i, total.to(gl.bfloat16))

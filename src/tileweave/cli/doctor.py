@@ -1,6 +1,5 @@
 """`tileweave doctor`: what this machine has, which worlds work on it and why not, and what more would need."""
 
-import os
 import platform
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -14,11 +13,9 @@ import torch.distributed as dist
 from tileweave import __version__
 from tileweave.cli import probe
 from tileweave.fabric import cuda_refusal
+from tileweave.fabric.capability import multicast_forbidden
 from tileweave.fabric.processes import process_refusal
 from tileweave.lang import HAS_TRITON
-
-# What the environment may say against NVLink multicast.
-_MULTICAST_OFF = (("NCCL_NVLS_ENABLE", "0"), ("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"))
 
 
 def examine() -> dict[str, Any]:
@@ -64,10 +61,8 @@ def _version_of(package: str) -> str | None:
 
 
 def _multicast_allowed() -> dict[str, Any]:
-    for name, off in _MULTICAST_OFF:
-        if os.environ.get(name) == off:
-            return {"allowed": False, "reason": f"{name}={off} in the environment"}
-    return {"allowed": True, "reason": "the environment does not forbid it"}
+    forbidden = multicast_forbidden()
+    return {"allowed": forbidden is None, "reason": forbidden or "the environment does not forbid it"}
 
 
 def _backends(access: list[list[bool]], handles: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -55,6 +55,9 @@ class Channel:
 
     n and m are at least what was asked for; the distance of two ranks' slices is a multiple of 256 bytes.
 
+    `multicast` makes of a view `[world, ...]` of `staging` a kernel's argument, of which `lang.multicast_pointer` makes
+               a pointer to all ranks' slices at once; None where the fabric has no multicast
+
     `views`    what the op has derived from these tensors, for its next calls; gone with them
     `captured` whether a CUDA graph holds a call that uses them: then they stay as long as the group, also when the
                channel has grown or been made anew, since a replay may come at any time
@@ -66,6 +69,7 @@ class Channel:
     adding: torch.Tensor
     staging: torch.Tensor
     timeout_us: int
+    multicast: Callable[[torch.Tensor], Any] | None = None
     views: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
     captured: bool = field(default=False, init=False)
 
@@ -97,6 +101,10 @@ class Fabric(ABC):
     @abstractmethod
     def refusal(self) -> str | None:
         """Why fused kernels cannot run here; None if they can."""
+
+    def multicast_refusal(self) -> str | None:
+        """Why its channels have no multicast addresses; None if they have them. The same on all ranks."""
+        return self.refusal()
 
     @abstractmethod
     def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:

@@ -1,8 +1,13 @@
 """What a device can do, with the reason where it cannot."""
 
+import os
+
 import torch
 
 from tileweave import lang
+
+# What the environment may say against NVLink multicast: any value of these but the ones that leave it on.
+MULTICAST_ON = {"NCCL_NVLS_ENABLE": ("", "1", "2"), "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("", "0")}
 
 
 def cuda_refusal(device: torch.device | str) -> str | None:
@@ -16,6 +21,34 @@ def cuda_refusal(device: torch.device | str) -> str | None:
     if capability != (9, 0):
         return f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}, not sm_90 (Hopper)"
     return None if lang.HAS_TRITON else "Triton is not installed"
+
+
+def multicast_forbidden() -> str | None:
+    """Why this process's environment forbids NVLink multicast; None if it does not. Asks nothing else."""
+    for name, permitting in MULTICAST_ON.items():
+        value = os.environ.get(name, "")
+        if value.strip() not in permitting:
+            return f"{name}={value} in the environment"
+    return None
+
+
+def multicast_refusal(device: torch.device) -> str | None:
+    """Why no multicast object may be made on a CUDA device; None if one may.
+
+    The environment is asked first: where it forbids multicast the driver is not called at all. Nothing is created.
+    """
+    if forbidden := multicast_forbidden():
+        return forbidden
+    from cuda.bindings import driver
+
+    from tileweave.fabric.peer_memory import call
+
+    try:
+        supported = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED
+        offers = call(driver.cuDeviceGetAttribute, supported, call(driver.cuDeviceGet, device.index))
+    except (AttributeError, RuntimeError) as failure:
+        return f"whether {device} supports multicast is unknown: {failure}"
+    return None if offers else f"{device} does not support multicast"
 
 
 def sms_per_rank(ranks: int, device: torch.device, sms: int | None) -> int:

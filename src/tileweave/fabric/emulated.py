@@ -25,6 +25,9 @@ class EmulatedWorld(World):
         unknown = sorted(set(delayed) - set(range(size)))
         if unknown:
             raise ValueError(f"delayed: expected ranks from 0 to {size - 1}, got {unknown}")
+        from tileweave.emulator import Multicast
+
+        self.workspace.multicast = Multicast
         self.seed, self.delayed = seed, tuple(delayed)
         self._machine: Any = None
         self.deposits: list[Any] = [None] * size
@@ -52,6 +55,9 @@ class EmulatedFabric(WorldFabric):
     """One rank of an emulated world."""
 
     world: EmulatedWorld
+
+    def multicast_refusal(self) -> str | None:
+        return None
 
     def launch(
         self,

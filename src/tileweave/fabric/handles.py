@@ -10,19 +10,24 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Gather = Callable[[Any], list[Any]]  # one value per rank, gathered on all ranks
 
 
-def exchange_descriptors(fd: int, rank: int, world: int, gather: Gather, timeout: float) -> dict[int, int]:
+def exchange_descriptors(
+    fd: int, rank: int, world: int, gather: Gather, timeout: float, givers: Sequence[int] | None = None
+) -> dict[int, int]:
     """Give `fd` to every other rank and return theirs, {rank: descriptor}; the caller closes them.
+
+    `givers`: the ranks that have one to give, the same on all ranks; None: all.
 
     Collective. RuntimeError on every rank if it fails on one, for instance when a peer does not come in `timeout`
     seconds; no descriptor is left open then.
     """
     name, secret = gather((f"tileweave-{secrets.token_hex(16)}", secrets.token_bytes(16)))[0]
+    sources = set(range(world) if givers is None else givers)
     received: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
         server.settimeout(timeout)
@@ -36,13 +41,13 @@ def exchange_descriptors(fd: int, rank: int, world: int, gather: Gather, timeout
         peers: list[socket.socket] = []
         try:
             for peer in range(world):
-                if peer != rank:
+                if peer != rank and rank in sources:
                     peers.append(_send(name, secret, rank, peer, fd, timeout))
-            while len(received) < world - 1:
+            while len(received) < len(sources - {rank}):
                 peer, theirs = _receive(server, secret, world, timeout)
-                if peer in received or peer == rank:
+                if peer in received or peer not in sources - {rank}:
                     os.close(theirs)
-                    raise RuntimeError(f"rank {peer} came twice")
+                    raise RuntimeError(f"rank {peer} came uninvited")
                 received[peer] = theirs
         except (OSError, RuntimeError) as failure:
             error = f"rank {rank} could not exchange memory handles: {failure}"

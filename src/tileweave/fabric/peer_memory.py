@@ -6,14 +6,17 @@ plain strided tensor, one TMA descriptor spans all ranks, and a flag of any rank
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from cuda.bindings import driver
 
 from tileweave.fabric.handles import Gather, agree, exchange_descriptors
 
-_HANDLE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+if TYPE_CHECKING:
+    from tileweave.fabric.multicast import Multicast
+
+HANDLE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
 
 def call(function: Callable[..., tuple], *args: Any) -> Any:
@@ -25,23 +28,60 @@ def call(function: Callable[..., tuple], *args: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def attempt(rank: int, what: str, action: Callable[[], Any]) -> str | None:
+    """What went wrong in `action` of a rank, if anything did, for `agree`."""
+    try:
+        action()
+    except RuntimeError as failure:
+        return f"rank {rank} cannot {what}: {failure}"
+    return None
+
+
+def allow(base: int, nbytes: int, device: torch.device) -> None:
+    """Let a device read and write a range of addresses."""
+    access = driver.CUmemAccessDesc()
+    access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = device.index
+    access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    call(driver.cuMemSetAccess, base, nbytes, [access], 1)
+
+
 class PeerMemory:
     """`nbytes` of zeroed memory on every rank, seen by this one at `base + rank * stride`. Collective to make.
 
     The physical blocks live as long as somebody has them mapped: a killed rank's memory stays valid for its peers.
-    `close` unmaps; tensors made from it must not be used afterwards.
+    `close` unmaps; tensors made from it must not be used afterwards. With `multicast` all blocks are also seen at one
+    multicast address; RuntimeError on every rank where that is not to be had.
     """
 
-    def __init__(self, nbytes: int, rank: int, world: int, device: torch.device, gather: Gather, timeout: float):
+    def __init__(
+        self,
+        nbytes: int,
+        rank: int,
+        world: int,
+        device: torch.device,
+        gather: Gather,
+        timeout: float,
+        multicast: bool = False,
+    ):
         self.rank, self.world, self.device = rank, world, device
         self.base = 0
         self._mapped = 0
         self._handles: list[Any] = []
         self._descriptor = -1
+        self._multicast: Multicast | None = None
+        if multicast:
+            from tileweave.fabric import multicast as one_address
+
+            one_address.permit(rank, device, gather)
         try:
-            agree(gather(self._create(nbytes)))
+            agree(gather(self._create(nbytes, multicast)))
             descriptors = exchange_descriptors(self._descriptor, rank, world, gather, timeout)
             agree(gather(self._map(descriptors)))
+            if multicast:
+                self._multicast = one_address.Multicast(
+                    self._handles[0], self.stride, rank, world, device, gather, timeout
+                )
         except BaseException:
             self.close()
             raise
@@ -59,8 +99,14 @@ class PeerMemory:
             flat = torch.as_tensor(span, device=self.device)
         return flat.view(self.world, self.stride).view(dtype)
 
+    def multicast_address(self, view: torch.Tensor) -> int | None:
+        """Where all ranks' slices of `view` [world, ...], a view of `tensor`, are seen at once; None if nowhere."""
+        return None if self._multicast is None else self._multicast.base + view.data_ptr() - self.base
+
     def close(self) -> None:
         """Unmap all blocks and let go of them. No kernel may be using them; calling it twice does nothing."""
+        if self._multicast is not None:
+            self._multicast.close()
         for rank in range(self._mapped):
             call(driver.cuMemUnmap, self.base + rank * self.stride, self.stride)
         if self.base:
@@ -69,16 +115,20 @@ class PeerMemory:
             call(driver.cuMemRelease, handle)
         self.base, self._mapped, self._handles = 0, 0, []
 
-    def _create(self, nbytes: int) -> str | None:
+    def _create(self, nbytes: int, multicast: bool) -> str | None:
         """This rank's block and the descriptor that stands for it; what went wrong, if anything did."""
         wanted = _properties(self.device)
         recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         try:
             with torch.cuda.device(self.device):
                 self._granule = call(driver.cuMemGetAllocationGranularity, wanted, recommended)
+                if multicast:
+                    from tileweave.fabric.multicast import granularity
+
+                    self._granule = max(self._granule, granularity(self.world, nbytes))
                 self.stride = max(-(-nbytes // self._granule), 1) * self._granule
                 self._handles.append(call(driver.cuMemCreate, self.stride, wanted, 0))
-                self._descriptor = int(call(driver.cuMemExportToShareableHandle, self._handles[0], _HANDLE, 0))
+                self._descriptor = int(call(driver.cuMemExportToShareableHandle, self._handles[0], HANDLE, 0))
         except RuntimeError as failure:
             return f"rank {self.rank} cannot have {nbytes} bytes of peer memory: {failure}"
         return None
@@ -91,15 +141,11 @@ class PeerMemory:
             for rank in range(self.world):
                 handle = mine
                 if rank != self.rank:
-                    handle = call(driver.cuMemImportFromShareableHandle, descriptors[rank], _HANDLE)
+                    handle = call(driver.cuMemImportFromShareableHandle, descriptors[rank], HANDLE)
                     self._handles.append(handle)
                 call(driver.cuMemMap, self.base + rank * self.stride, self.stride, 0, handle, 0)
                 self._mapped += 1
-            access = driver.CUmemAccessDesc()
-            access.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-            access.location.id = self.device.index
-            access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-            call(driver.cuMemSetAccess, self.base, self.stride * self.world, [access], 1)
+            allow(self.base, self.stride * self.world, self.device)
         except RuntimeError as failure:
             return f"rank {self.rank} cannot map its peers' memory: {failure}"
         finally:
@@ -124,5 +170,5 @@ def _properties(device: torch.device) -> Any:
     wanted.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
     wanted.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
     wanted.location.id = device.index
-    wanted.requestedHandleTypes = _HANDLE
+    wanted.requestedHandleTypes = HANDLE
     return wanted

@@ -30,7 +30,7 @@ from tileweave.fabric.base import (
     Variant,
     debug_mode,
 )
-from tileweave.fabric.capability import cuda_refusal, sms_per_rank
+from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
 
@@ -60,7 +60,8 @@ class Facts:
     """What a rank tells the others of itself.
 
     error: what is wrong with its settings, if anything; refusal: why it cannot take part, if so; machine, gpu:
-    identities; timeout in seconds; debug: whether it asks for debug mode.
+    identities; timeout in seconds; debug: whether it asks for debug mode; multicast: why it must not use multicast, if
+    so.
     """
 
     error: str | None
@@ -69,6 +70,7 @@ class Facts:
     gpu: str
     timeout: float
     debug: bool
+    multicast: str | None
 
 
 @dataclass
@@ -132,6 +134,7 @@ class ProcessFabric(DistributedFabric):
             sharing = max(Counter(fact.gpu for fact in facts).values())
             self.sms = min(self._gather(sms_per_rank(sharing, device, None)))  # CTAs of different ranks may be paired
             self._why = self._try_memory()
+        self._why_unicast = self._why or self._one_by_one(facts) or self._try_multicast()
         self.backend = "fallback" if self._why else "processes"
         self._finalizer = weakref.finalize(group, _close, self._ops, self._captured, device)
         if self._why is None:
@@ -151,6 +154,9 @@ class ProcessFabric(DistributedFabric):
 
     def refusal(self) -> str | None:
         return self._why
+
+    def multicast_refusal(self) -> str | None:
+        return self._why_unicast
 
     def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:
         found, capturing = self._ops.get(op), torch.cuda.is_current_stream_capturing()
@@ -243,7 +249,7 @@ class ProcessFabric(DistributedFabric):
                 memories.told[:] = 0
             for op in list(self._ops):
                 memories = self._ops.pop(op)
-                if memories.channel.captured:
+                if memories.channel.captured or memories.channel.multicast:  # a late peer may still store to all
                     self._captured.append(memories)
                 else:
                     memories.close()
@@ -267,8 +273,13 @@ class ProcessFabric(DistributedFabric):
             made = self._make(op, adding_bytes, staging_bytes)
         else:
             adding = self._larger(old.adding, adding_bytes)
-            staging = self._larger(old.staging, staging_bytes)
-            channel = replace(old.channel, adding=adding.tensor(torch.uint8), staging=staging.tensor(torch.uint8))
+            staging = self._larger(old.staging, staging_bytes, multicast=self._why_unicast is None)
+            channel = replace(
+                old.channel,
+                adding=adding.tensor(torch.uint8),
+                staging=staging.tensor(torch.uint8),
+                multicast=self._address(staging),
+            )
             made = replace(old, channel=channel, adding=adding, staging=staging)
             if old.channel.captured:
                 channel.captured = True  # both have the same flags
@@ -280,14 +291,17 @@ class ProcessFabric(DistributedFabric):
         self._ops[op] = made
         return made
 
-    def _larger(self, memory: "PeerMemory", slot_bytes: int) -> "PeerMemory":
+    def _larger(self, memory: "PeerMemory", slot_bytes: int, multicast: bool = False) -> "PeerMemory":
         """`memory`, or a larger one to take its place."""
-        return memory if 2 * slot_bytes <= memory.stride else self._memory(2 * slot_bytes)
+        return memory if 2 * slot_bytes <= memory.stride else self._memory(2 * slot_bytes, multicast)
 
     def _make(self, op: str, adding_bytes: int, staging_bytes: int) -> Memories:
         """An op's first memory."""
         flags = self._memory(4 * BLOCK_WORDS)
-        adding, staging = self._memory(2 * adding_bytes), self._memory(2 * staging_bytes)
+        adding, staging = (
+            self._memory(2 * adding_bytes),
+            self._memory(2 * staging_bytes, multicast=self._why_unicast is None),
+        )
         words = flags.tensor(torch.int32)
         report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=True)
         address = torch.tensor([report.data_ptr()], dtype=torch.int64).view(torch.int32)
@@ -295,15 +309,21 @@ class ProcessFabric(DistributedFabric):
         torch.cuda.synchronize(self.device)
         state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)
         channel = Channel(
-            op, words, state, adding.tensor(torch.uint8), staging.tensor(torch.uint8), int(self.timeout * 1e6)
-        )
+            op, words, state, adding.tensor(torch.uint8), staging.tensor(torch.uint8), int(self.timeout * 1e6),
+            self._address(staging),
+        )  # fmt: skip
         self._gather(None)
         return Memories(channel, flags, adding, staging, report)
 
-    def _memory(self, nbytes: int) -> "PeerMemory":
+    def _memory(self, nbytes: int, multicast: bool = False) -> "PeerMemory":
         from tileweave.fabric.peer_memory import PeerMemory
 
-        return PeerMemory(nbytes, self.rank, self.world_size, self.device, self._gather, max(self.timeout, 10.0))
+        timeout = max(self.timeout, 10.0)
+        return PeerMemory(nbytes, self.rank, self.world_size, self.device, self._gather, timeout, multicast)
+
+    def _address(self, staging: "PeerMemory") -> Callable[[torch.Tensor], Any] | None:
+        """What its channel has as `multicast`."""
+        return staging.multicast_address if self._why_unicast is None else None
 
     def _try_memory(self) -> str | None:
         """Whether memory of all ranks can be mapped here; if not, why."""
@@ -311,6 +331,14 @@ class ProcessFabric(DistributedFabric):
             self._memory(1).close()
         except RuntimeError as failure:
             return f"peers' memory cannot be mapped ({failure})"
+        return None
+
+    def _try_multicast(self) -> str | None:
+        """Whether that memory can be seen at one multicast address too; if not, why. All ranks and GPUs allow it."""
+        try:
+            self._memory(1, multicast=True).close()
+        except RuntimeError as failure:
+            return str(failure)
         return None
 
     def _agree(self, call: Hashable) -> None:
@@ -330,6 +358,16 @@ class ProcessFabric(DistributedFabric):
         if len({fact.machine for fact in facts}) > 1:
             return f"the ranks are on {len({fact.machine for fact in facts})} machines; peer memory needs one"
         return None
+
+    @staticmethod
+    def _one_by_one(facts: Sequence[Facts]) -> str | None:
+        """Why peers are to be reached one by one; None if nothing speaks against multicast. The same on all ranks."""
+        for rank, fact in enumerate(facts):
+            if fact.multicast:
+                return f"rank {rank}: {fact.multicast}"
+        if len({fact.gpu for fact in facts}) < len(facts):
+            return "several ranks share a GPU, and multicast joins GPUs"
+        return "there is but one rank" if len(facts) == 1 else None
 
 
 def process_refusal(device: torch.device | str) -> str | None:
@@ -352,7 +390,8 @@ def _facts(device: torch.device) -> Facts:
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else "unknown"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
-    return Facts(error, refusal, machine, gpu, timeout, debug)
+    multicast = refusal or multicast_refusal(device)
+    return Facts(error, refusal, machine, gpu, timeout, debug, multicast)
 
 
 def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:

@@ -129,6 +129,9 @@ class VirtualFabric(WorldFabric):
 
     world: VirtualWorld
 
+    def multicast_refusal(self) -> str | None:
+        return "virtual ranks share one GPU, and multicast joins several"
+
     def launch(
         self,
         kernel: Any,

@@ -4,7 +4,9 @@ A parallel tensor is here a plain tensor [world, n]. A slot's size is the larges
 to a granule: it depends on the sequence of calls alone, so all ranks grow at the same call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,6 +44,7 @@ class Workspace:
         self.world, self.device, self.timeout_us = world, device, timeout_us
         self.granule = CUDA_GRANULE if device.type == "cuda" else EMULATED_GRANULE
         self.ops: dict[str, Shared] = {}
+        self.multicast: Callable[[torch.Tensor], Any] | None = None  # of its channels
         self._captured: list[tuple[str, Shared]] = []  # forgotten, but some CUDA graph may still be replayed on it
 
     def find(self, op: str, rank: int, adding_bytes: int, staging_bytes: int) -> Channel | None:
@@ -59,7 +62,7 @@ class Workspace:
         flags, state = (old.flags, old.state) if old else (self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS))
         if old:
             self._let_go(op, old)
-        channels = [Channel(op, flags, words, adding, staging, self.timeout_us) for words in state]
+        channels = [Channel(op, flags, words, adding, staging, self.timeout_us, self.multicast) for words in state]
         self.ops[op] = Shared(flags, state, adding, staging, channels)
 
     def timed_out(self) -> FabricTimeout | None:

@@ -20,8 +20,8 @@ WORDS = (
     # communication primitives
     "load_async", "store_async", "store_add_async", "broadcast_async", "store_read_wait", "store_wait",
     "fence_proxy_async", "Flags", "ABORT", "RECORD", "HEADER_WORDS", "signal", "signal_all", "wait", "wait_all",
-    "barrier_all", "reduce", "all_reduce", "multimem_load_reduce", "multimem_store", "multimem_add",
-    "fence_proxy_alias",
+    "barrier_all", "reduce", "all_reduce", "multicast_pointer", "multimem_load_reduce", "multimem_store",
+    "multimem_add", "fence_proxy_alias",
 )  # fmt: skip
 
 HOST = ("jit", "aggregate", "constexpr_function", "TensorDescriptor", "REPORT")

@@ -334,6 +334,7 @@ def multicasts(rank, W: gl.constexpr, mc, uc, stride, flags_ptr, fstride, out, F
     flags = gl.Flags(flags_ptr, fstride, rank, W, 1000)
     L: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     o = gl.arange(0, 1024, L)
+    mc = gl.multicast_pointer(mc, gl.bfloat16)
     gl.store(uc + rank * stride + o, (o + rank).to(gl.bfloat16))
     if FENCE:
         gl.fence_proxy_alias()
