@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
+from tests.ops.all_gather_matmul.problems import operands as gathered_operands
 from tests.ops.collectives import inputs
 from tests.ops.problems import operands
 from tileweave.fabric import fabric_of
+from tileweave.ops.all_gather_matmul import reference as gathered_product
 from tileweave.ops.collectives import reference as collective
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 
@@ -76,6 +78,54 @@ def collectives(rank, world):
                 out = getattr(tw, name)(xs[rank], **options)
                 true = collective(name, xs, **options)[rank]
                 torch.testing.assert_close(out.float(), true.float(), rtol=2**-8, atol=1e-5)
+    tw.check()
+
+
+def matmuls(rank, world):
+    """The other two fused matmuls, with changing shapes, two calls in a row."""
+    for i, (m, n, k) in enumerate([(8, 64, 64), (256, 520, 128), (1024, 776, 72), (40, 2048, 520)]):
+        for j in range(2):
+            a, b, bias = gathered_operands(world, m, [n], k, 10 * i + j, device="cuda")
+            assert tw.explain("all_gather_matmul", a[rank], b[rank][0]).backend == "processes"
+            out = tw.all_gather_matmul(a[rank], b[rank][0], bias=bias[rank][0])
+            error = relative_error(out, gathered_product(a, b[rank][0], bias[rank][0]))
+            assert error <= tolerance(out.dtype, 1, True), (m, n, k, error)
+            a, b, bias = operands(world, m, n, k, 10 * i + j, bias=True, device="cuda")
+            out = tw.matmul_all_reduce(a[rank], b[rank], bias=bias)
+            error = relative_error(out, reference(a, b, "sum", bias))
+            assert error <= 1.5 * tolerance(out.dtype, world, True), (m, n, k, error)
+    tw.check()
+
+
+def exact_adds(rank, world):
+    """Whole numbers that bf16 can hold: every add of several ranks to one tile counts, in whatever order."""
+    for seed in range(20):
+        g = torch.Generator("cuda").manual_seed(seed)
+        a = torch.randint(-1, 2, (world, 512, 64), generator=g, device="cuda").bfloat16()
+        b = torch.randint(-1, 2, (world, 64, 264), generator=g, device="cuda").bfloat16()
+        truth = (a.float() @ b.float()).sum(0).chunk(world)[rank]
+        assert truth.abs().max() <= 256
+        for wide in (None, torch.float32):
+            out = tw.matmul_reduce_scatter(a[rank], b[rank], out_dtype=wide)
+            assert torch.equal(out.float(), truth), (seed, wide, (out.float() - truth).abs().max())
+    tw.check()
+
+
+def beside_nccl(rank, world):
+    """NCCL works on another stream meanwhile."""
+    nccl, side = dist.new_group(backend="nccl"), torch.cuda.Stream()
+    foreign = torch.ones(1 << 22, device="cuda")
+    dist.all_reduce(foreign, group=nccl)
+    side.wait_stream(torch.cuda.current_stream())
+    for seed in range(10):
+        with torch.cuda.stream(side):
+            for _ in range(5):
+                foreign.fill_(1.0)
+                dist.all_reduce(foreign, group=nccl)
+        for _ in range(5):
+            one_call(None, list(range(world)), world * 512, 1032, 256, seed=seed, max_sms=96)
+    side.synchronize()
+    assert (foreign == world).all()
     tw.check()
 
 

@@ -48,9 +48,23 @@ def run(situation, world, tmp_path, *, dies=(), stops=(), timeout=20.0):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("situation", ["right", "collectives", "no_leaks", "graphs", "wrapping", "disagreeing"])
+@pytest.mark.parametrize(
+    "situation", ["right", "matmuls", "collectives", "no_leaks", "graphs", "wrapping", "disagreeing"]
+)
 def test_processes(situation, world, tmp_path):
     run(situation, world, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [3, 4])  # two ranks store instead of adding; four may be two on each of two GPUs
+def test_no_add_is_lost(world, tmp_path):
+    run("exact_adds", world, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_beside_nccl(tmp_path):
+    run("beside_nccl", 2, tmp_path)
 
 
 @pytest.mark.gpu
