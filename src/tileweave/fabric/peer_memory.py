@@ -6,15 +6,12 @@ plain strided tensor, one TMA descriptor spans all ranks, and a flag of any rank
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from cuda.bindings import driver
 
 from tileweave.fabric.handles import Gather, agree, exchange_descriptors
-
-if TYPE_CHECKING:
-    from tileweave.fabric.multicast import Multicast
 
 HANDLE = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
@@ -69,19 +66,17 @@ class PeerMemory:
         self._mapped = 0
         self._handles: list[Any] = []
         self._descriptor = -1
-        self._multicast: Multicast | None = None
+        self._multicast: Any = None  # a Multicast
         if multicast:
-            from tileweave.fabric import multicast as one_address
+            from tileweave.fabric.multicast import Multicast, permit
 
-            one_address.permit(rank, device, gather)
+            permit(rank, device, gather)
         try:
             agree(gather(self._create(nbytes, multicast)))
             descriptors = exchange_descriptors(self._descriptor, rank, world, gather, timeout)
             agree(gather(self._map(descriptors)))
             if multicast:
-                self._multicast = one_address.Multicast(
-                    self._handles[0], self.stride, rank, world, device, gather, timeout
-                )
+                self._multicast = Multicast(self._handles[0], self.stride, rank, world, device, gather, timeout)
         except BaseException:
             self.close()
             raise
