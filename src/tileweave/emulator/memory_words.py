@@ -215,6 +215,15 @@ def _multimem(ptrs, what: str, kind: str):
     return slices
 
 
+def multicast_pointer(address, dtype):
+    """Pointer to elements of `dtype` at a multicast address."""
+    _slices(address, "multicast_pointer")
+    if address.dtype.element_ty is not dtype:
+        place = Place(getcurrent(), "multicast_pointer")
+        raise ProtocolError(f"a multicast address of {address.torch_dtype}, not of {dtype}: {place}")
+    return address
+
+
 def multimem_load_reduce(ptrs):
     """Sum over all ranks, float32 accumulation, of 16-bit floats at multicast addresses."""
     slices = _multimem(ptrs, "multimem_load_reduce", "read")
@@ -246,15 +255,6 @@ def fence_proxy_alias():
 
 def reduce(ptrs, stride, world):
     """Sum over all ranks of the elements at `ptrs` (into rank 0's slice), in float32, in rank order."""
-def multicast_pointer(address, dtype):
-    """Pointer to elements of `dtype` at a multicast address."""
-    _slices(address, "multicast_pointer")
-    if address.dtype.element_ty is not dtype:
-        place = Place(getcurrent(), "multicast_pointer")
-        raise ProtocolError(f"a multicast address of {address.torch_dtype}, not of {dtype}: {place}")
-    return address
-
-
     total = load(ptrs).to(_FLOAT32)
     for peer in range(1, world):
         total += load(ptrs + stride * peer).to(_FLOAT32)

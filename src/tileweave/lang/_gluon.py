@@ -431,6 +431,12 @@ def all_reduce(ptrs, stride, world: constexpr):
 
 
 @_builtin
+def multicast_pointer(address, dtype, _semantic=None):
+    """Pointer to elements of `dtype` at a multicast address, which the host hands over as a number."""
+    return _semantic.cast(_semantic.to_tensor(address), _gl.pointer_type(_gl._unwrap_if_constexpr(dtype)))
+
+
+@_builtin
 def multimem_load_reduce(ptrs, _semantic=None):
     """Sum over all ranks in the fabric (multimem.ld_reduce, float32 accumulation) of 16-bit floats.
 
@@ -458,12 +464,6 @@ def multimem_add(ptrs, value, _semantic=None):
 
 
 def _multimem_write(instruction, ptrs, value, semantic):
-@_builtin
-def multicast_pointer(address, dtype, _semantic=None):
-    """Pointer to elements of `dtype` at a multicast address, which the host hands over as a number."""
-    return _semantic.cast(_semantic.to_tensor(address), _gl.pointer_type(_gl._unwrap_if_constexpr(dtype)))
-
-
     kind = {"bf16": "bf16x2", "fp16": "f16x2"}[ptrs.dtype.element_ty.name]
     # Eight one-byte results, in two registers, are thrown away; eight addresses, of which the first is used; values.
     text = f"multimem.{instruction}.v4.{kind} [$2], {{$10, $11, $12, $13}}; mov.u32 $0, 0; mov.u32 $1, 0;"
