@@ -13,6 +13,7 @@ from greenlet import getcurrent, greenlet
 
 from tileweave.emulator.clocks import GENERIC, ROWS, Clock, Past
 from tileweave.emulator.places import Place
+from tileweave.emulator.touches import Touch
 
 if TYPE_CHECKING:
     from tileweave.emulator.world import World
@@ -230,6 +231,8 @@ class AsyncOp:
     def step(self) -> None:
         """Do the next step and let those who waited for it go on."""
         world, cta = self.world, self.cta
+        if world.footprint is not None:
+            self._touch("write")
         self.run(self.n)
         self.n += 1
         self.count += 1
@@ -251,12 +254,18 @@ class AsyncOp:
         part = getcurrent()
         while self.n < step:
             part.block(self.waiters, self._describe, step)
+        if self.world.footprint is not None:
+            self._touch("read", lambda done: done >= step)
         count = self.base + step
         if all_threads:
             part.see(self.lane, count)
         else:
             part.elected.append((self.lane, count))
         self.observed = max(self.observed, step)
+
+    def _touch(self, kind: str, passes=None) -> None:
+        where = self.kind, self.place.event, self.part.name, self.cta.rank, self.cta.launch, self.cta.id
+        self.world.footprint.append(Touch(self, where, kind, state=self.n, passes=passes))
 
     def _describe(self, step: int) -> str:
         return f"step {step} of {self.steps} of the {self.place}"

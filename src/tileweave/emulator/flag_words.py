@@ -55,6 +55,8 @@ def signal(flags, rank, index, value):
         "atomic", strided(element, (), (), _WORD_BYTES), me, Place(me, f"signal of flag {index} to rank {rank}")
     )
     old = flags.ptr.flat[element].item()
+    if me.world.footprint is not None:
+        me.world.footprint[-1] = me.world.footprint[-1]._replace(state=old)
     flags.ptr.flat[element] = wrapped(value)
     memory.signal(element * _WORD_BYTES, old, wrapped(value), me)
     memory.changed(element * _WORD_BYTES)
@@ -85,6 +87,9 @@ def wait(flags, index, expected):
         return False
     place = Place(me, f"wait for flag {index} to reach {expected}")
     memory.access("atomic", strided(element, (), (), _WORD_BYTES), me, place)
+    if me.world.footprint is not None:
+        passing = me.world.footprint[-1]._replace(kind="read", passes=lambda value: _reached(value, expected))
+        me.world.footprint[-1] = passing
     memory.acquire_signal(byte, me, lambda value: _reached(value, expected))
     me.sync()
     return True

@@ -10,6 +10,7 @@ from tileweave.emulator.clocks import GENERIC, Clock
 from tileweave.emulator.errors import ProtocolError
 from tileweave.emulator.memory import Access, Memory
 from tileweave.emulator.places import Place
+from tileweave.emulator.touches import Touch
 
 if TYPE_CHECKING:
     from tileweave.emulator.agents import Partition
@@ -61,6 +62,8 @@ class MBarrier:
 
     def update(self, agent, arrivals: int = 0, tx: int = 0) -> None:
         """Arrivals and transaction bytes by a partition or an asynchronous operation; may complete the phase."""
+        if agent.world.footprint is not None:
+            self._touch(agent, "arrive")
         self.pending -= arrivals
         self.tx += tx
         clock = self.clock
@@ -89,7 +92,13 @@ class MBarrier:
         me.pause()
         while self.phase & 1 == parity:
             me.block(self.waiters, self._describe, parity)
+        if me.world.footprint is not None:
+            self._touch(me, "read", lambda phase: phase & 1 != parity)
         me.join(self.visible)
+
+    def _touch(self, agent, kind: str, passes=None) -> None:
+        where = self.name, agent.cta.rank, agent.cta.launch, agent.cta.id
+        agent.world.footprint.append(Touch(self, where, kind, state=self.phase, passes=passes))
 
     def _describe(self, parity: int) -> str:
         return f"parity {parity} of {self}"

@@ -11,6 +11,7 @@ from tileweave.emulator.clocks import ALIAS, GENERIC, GLOBAL, SHARED, Clock, Pas
 from tileweave.emulator.explain import missing_order
 from tileweave.emulator.places import Place
 from tileweave.emulator.regions import Region
+from tileweave.emulator.touches import Touch
 
 if TYPE_CHECKING:
     from tileweave.emulator.agents import CTA, Partition
@@ -211,6 +212,13 @@ class Memory:
         history[who.cta, who.lane, kind, scope, pattern] = access
         if len(history) > _PRUNE:
             self._prune(history)
+        if self.world.footprint is not None:
+            self.world.footprint.append(Touch(self, self._where(who.cta), kind, region))
+
+    def _where(self, cta: CTA) -> tuple:
+        """A name for this memory in every schedule: of global ones of one size the same."""
+        nbytes = self.tensor.untyped_storage().nbytes()
+        return (nbytes,) if self.space == "global" else (self.name, nbytes, cta.rank, cta.launch, cta.id)
 
     def _prune(self, history: dict) -> None:
         settled = self.world.settled()

@@ -24,14 +24,11 @@ class Place:
             self._find()
 
     def _find(self) -> None:
-        files = KERNEL_FILES
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename not in files:
-            frame = frame.f_back
+        frame = kernel_frame(sys._getframe(2))
         if frame is not None:
             self.code, self.instruction = frame.f_code, frame.f_lasti
             outer = frame.f_back
-            if outer is not None and outer.f_code.co_filename in files:
+            if outer is not None and outer.f_code.co_filename in KERNEL_FILES:
                 self.caller = outer.f_code, outer.f_lasti
 
     @property
@@ -55,6 +52,14 @@ class Place:
         if self.caller:
             text += f" (called at {describe(*self.caller)})"
         return text
+
+
+def kernel_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is a kernel's, from `frame` outwards; None if none is."""
+    files = KERNEL_FILES
+    while frame is not None and frame.f_code.co_filename not in files:
+        frame = frame.f_back
+    return frame
 
 
 @lru_cache(4096)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import random
 import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -23,11 +22,11 @@ from tileweave.emulator.explain import deadlock
 from tileweave.emulator.hosts import Host
 from tileweave.emulator.memory import Memory
 from tileweave.emulator.rebuild import rebuilt, translate
+from tileweave.emulator.search import RandomOrder, Strategy
 from tileweave.emulator.views import Descriptor, Multicast, Pointer, region_of
 
 _COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
 _MEMORIES_KEPT = 256  # storages that keep their regions over a meeting, for the next launch
-_STARVED_TURN = 0.002  # how often a starved agent runs although others could
 
 
 class World:
@@ -42,8 +41,10 @@ class World:
     One thread runs at a time, so that a seed replays exactly. Memory lives as long as the world, and what an earlier
     `run` did happens before a later one. With `halt=False` races are collected in `races` instead of raised.
     `reduce_scope` is the scope at which TMA reduce-adds are taken to be atomic; `delayed` ranks run only when nobody
-    else can. `host_timeout`: seconds (None: no bound) for which fn may run without calling the world; a rank that waits
-    for another one by other means would never end. Raises what fn raised, RaceError, DeadlockError, ProtocolError.
+    else can. `strategy` (search.py): who runs next, by default at random from `seed`; it serves this world only.
+    `held`: tags of other agents that run when nobody else can, ("cta", rank, None) for a rank's host, ("op", kind, rank)
+    for its operations of a kind, ("op", kind) for everybody's. `host_timeout`: seconds (None: no bound) for which fn may
+    run without calling the world; a rank that waits for another one by other means would never end. Raises what fn raised, RaceError, DeadlockError, ProtocolError.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class World:
         delayed: Sequence[int] = (),
         host_timeout: float | None = 60.0,
         max_steps: int = 100_000_000,
+        strategy: Strategy | None = None,
+        held: Sequence[tuple] = (),
     ):
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -70,15 +73,14 @@ class World:
         if unknown:
             raise ValueError(f"delayed ranks {unknown}: only 0 to {ranks - 1} are legal")
         self.ranks, self.seed, self.sms, self.halt = ranks, seed, sms, halt
-        self.reduce_scope, self.delayed, self.max_steps = reduce_scope, frozenset(delayed), max_steps
+        self.reduce_scope, self.max_steps = reduce_scope, max_steps
+        self._held = {*held, *(("rank", rank) for rank in delayed)}
         self.host_timeout = host_timeout
         self.races: list[str] = []
         self.steps = self.trace = 0
-        self._random = random.Random(seed)
-        self._hurry = self._random.choice((0.02, 0.3, 0.9))  # how eager asynchronous operations are
-        self._lazy = self._random.choice((0, 0, 0.02, 0.2))  # how many of them are starved
-        self._drag = self._random.choice((None, "rank", "cta", "part", "op"))  # and which kind of agent is
-        self._dragged: dict[tuple, bool] = {}
+        self.strategy = strategy or RandomOrder(seed)
+        self.enqueue = self.strategy.add  # an agent can run
+        self.footprint: list | None = None  # of the step that is being taken, where the strategy asks for it
         self._serial = 0
         self.multicast = False  # whether a kernel has had a multicast address or used an alias fence
         self._launches = [0] * ranks
@@ -88,9 +90,7 @@ class World:
         self._reset()
 
     def _reset(self) -> None:
-        self._ready: list = []
-        self._ops: list = []
-        self._held: list = []
+        self.strategy.begin(self)
         self.parts: list[Partition] = []
         self._parts_limit = 256
         self.hosts: list[Host] = []
@@ -285,21 +285,17 @@ class World:
     # ------------------------------------------------------------ the scheduler
 
     def _schedule(self) -> None:
-        """Run whoever can run, in an order drawn from the seed, until nobody can."""
-        rng = self._random.random
-        while self._ready or self._ops or self._held or self._let_pollers_on():
+        """Run whoever can run, in the strategy's order, until nobody can."""
+        take = self.strategy.take
+        while True:
+            agent = take()
+            if agent is None:
+                if self._let_pollers_on():
+                    continue
+                return
             self.steps += 1
             if self.steps > self.max_steps:
                 raise DeadlockError(f"no end after {self.max_steps} steps (max_steps)")
-            agents = self._ready
-            if self._held and (not (self._ready or self._ops) or rng() < _STARVED_TURN):
-                agents = self._held
-            elif self._ops and (not agents or rng() < self._hurry):
-                agents = self._ops
-            i = int(rng() * len(agents))
-            agent = agents[i]
-            agents[i] = agents[-1]
-            agents.pop()
             self.trace = hash((self.trace, agent.serial))
             if agent.is_async:
                 agent.step()
@@ -318,11 +314,7 @@ class World:
     @property
     def idle(self) -> bool:
         """Whether nobody but the current agent can run."""
-        return not (self._ready or self._ops or self._held)
-
-    def enqueue(self, agent) -> None:
-        """An agent can run."""
-        (self._held if agent.slow else self._ops if agent.is_async else self._ready).append(agent)
+        return self.strategy.idle
 
     def wake(self, waiters: list) -> None:
         """Those who wait in a list can run."""
@@ -352,21 +344,17 @@ class World:
         self._serial += 1
         return self._serial
 
+    def draw(self, n: int) -> int:
+        """A number below n, chosen by the strategy: which of n things an agent does."""
+        return self.strategy.draw(n)
+
     def starve(self) -> bool:
         """Whether an asynchronous operation is starved in this run."""
-        return self._lazy > 0 and self._random.random() < self._lazy
+        return self.strategy.starves()
 
     def is_slow(self, *tags: tuple) -> bool:
-        """Whether this run starves agents with one of these tags (half of those of one kind)."""
-        for tag in tags:
-            if tag[0] == "rank" and tag[1] in self.delayed:
-                return True
-            if tag[0] == self._drag:
-                if tag not in self._dragged:
-                    self._dragged[tag] = self._random.random() < 0.5
-                if self._dragged[tag]:
-                    return True
-        return False
+        """Whether this run starves agents with one of these tags."""
+        return any(tag in self._held or self.strategy.drags(tag) for tag in tags)
 
     def settled(self) -> list[int]:
         """Per rank, how many launches happen before anything that can still be done by anybody."""
