@@ -23,7 +23,8 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 | flags[rank][FIRST_SHARE + h * grid + cta] = epoch | multiplier h of a CTA that shares a tile, its accumulator is in scratch | multipliers h of those that share it | release / acquire, sys | monotonic; scratch belongs to one launch |
 
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what the loads
-of a tile must wait for), LOAD (where the operands of a K step come from), MEET, LOAD_MORE and EPILOGUE (what an accumulator
+of a tile must wait for), LOAD (where the operands of a K step come from), WITHIN (how many of its K steps a multiplier's
+rows take, where some tiles are not full), MEET, LOAD_MORE and EPILOGUE (what an accumulator
 waits for and takes in), STORE and PUBLISH (where a part goes, and who is told) and COMMUNICATE. Its `work` aggregate holds
 a `Matmul` as `work.matmul`.
 """
@@ -201,6 +202,12 @@ def load_operands(work, at, bar, owner, a_row, col, step, epoch, there):
 
 
 @gl.jit
+def all_steps(work, owner, row, steps):
+    """WITHIN of a kernel whose tiles are whole."""
+    return steps
+
+
+@gl.jit
 def nobody_to_meet(work, owner, epoch):
     """MEET of an epilogue that waits for nobody."""
     return epoch == epoch
@@ -297,6 +304,16 @@ def multiply_tile(mm, at, steps, HALF: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gl.jit
+def pass_over(mm, at, steps):
+    """The place behind `steps` K steps from `at` on, which a multiplier leaves out."""
+    for step in range(0, steps):
+        mm.ring.consumer_wait(at)
+        mm.ring.release(at)
+        at = mm.ring.next(at)
+    return at
+
+
+@gl.jit
 def scratch_at(mm, cta, HALF: gl.constexpr, j, LAYOUT: gl.constexpr):
     """Pointers to part j of an accumulator in scratch."""
     rows = gl.arange(0, mm.ROWS, gl.SliceLayout(1, LAYOUT))
@@ -328,7 +345,9 @@ def take_shares(mm, part, j, share, met, HALF: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gl.jit
-def multiply_role(work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr):
+def multiply_role(
+    work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr, WITHIN: gl.constexpr
+):  # fmt: skip
     """Multiplier: accumulate half a tile, pass its parts through the op's epilogue to the storer."""
     mm = work.matmul
     epoch = this_epoch(mm)
@@ -340,7 +359,9 @@ def multiply_role(work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.c
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
         t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
-        acc, at = multiply_tile(mm, at, last - first, HALF, LAYOUT)
+        steps = WITHIN(work, owner, row + HALF * mm.ROWS, last - first)
+        acc, at = multiply_tile(mm, at, steps, HALF, LAYOUT)
+        at = pass_over(mm, at, last - first - steps)
         parts = gl.columns(acc, mm.WIDTH)
         met = epoch == epoch
         if mm.SHARED:
@@ -400,7 +421,7 @@ def store_role(
 def run_matmul(
     work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
     LOAD_MORE: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr,
-    COMMUNICATE: gl.constexpr, REGISTERS: gl.constexpr = 48,
+    COMMUNICATE: gl.constexpr, REGISTERS: gl.constexpr = 48, WITHIN: gl.constexpr = all_steps,
 ):  # fmt: skip
     """Run the roles. A worker warp's 48 REGISTERS do for addresses and waits unless an op has many of them, a multiplier's
     224 for its accumulator."""
@@ -410,7 +431,7 @@ def run_matmul(
     elif HALVES == 1:
         gl.warp_specialize(
             [
-                (multiply_role, (work, 0, LOCATE, EPILOGUE)),
+                (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN)),
                 (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
             ],
@@ -420,8 +441,8 @@ def run_matmul(
     else:
         gl.warp_specialize(
             [
-                (multiply_role, (work, 0, LOCATE, EPILOGUE)),
-                (multiply_role, (work, 1, LOCATE, EPILOGUE)),
+                (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN)),
+                (multiply_role, (work, 1, LOCATE, EPILOGUE, WITHIN)),
                 (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
                 (store_role, (work, 1, LOCATE, MEET, STORE, PUBLISH)),
