@@ -42,9 +42,10 @@ class World:
     `run` did happens before a later one. With `halt=False` races are collected in `races` instead of raised.
     `reduce_scope` is the scope at which TMA reduce-adds are taken to be atomic; `delayed` ranks run only when nobody
     else can. `strategy` (search.py): who runs next, by default at random from `seed`; it serves this world only.
-    `held`: tags of other agents that run when nobody else can, ("cta", rank, None) for a rank's host, ("op", kind, rank)
-    for its operations of a kind, ("op", kind) for everybody's. `host_timeout`: seconds (None: no bound) for which fn may
-    run without calling the world; a rank that waits for another one by other means would never end. Raises what fn raised, RaceError, DeadlockError, ProtocolError.
+    `held`: tags of other agents that run when nobody else can: ("cta", rank, None) for a rank's host, ("op", kind,
+    rank) for its operations of a kind, ("op", kind) for everybody's. `host_timeout`: seconds (None: no bound) for which
+    fn may run without calling the world; a rank that waits for another one by other means would never end. Raises what
+    fn raised, RaceError, DeadlockError, ProtocolError.
     """
 
     def __init__(
@@ -345,7 +346,7 @@ class World:
         return self._serial
 
     def draw(self, n: int) -> int:
-        """A number below n, chosen by the strategy: which of n things an agent does."""
+        """A number below n, chosen by the strategy: what an agent that may do one of n things does."""
         return self.strategy.draw(n)
 
     def starve(self) -> bool:
