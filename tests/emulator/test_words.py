@@ -83,6 +83,14 @@ def test_tiles():
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pairs_of_columns_packed_and_unpacked(dtype):
+    x, packed, out = torch.randn(64, 32), torch.zeros(64, 16, dtype=torch.int32), torch.zeros(64, 32, dtype=dtype)
+    word = lang.bfloat16 if dtype == torch.bfloat16 else lang.float16
+    launch(0, semantics.pairs, x, packed, out, 32, word)
+    assert torch.equal(out, x.to(dtype)) and torch.equal(packed, x.to(dtype).view(torch.int32))
+
+
 @pytest.mark.parametrize(("columns", "width"), [(64, 64), (64, 32), (128, 32), (256, 64)])
 def test_columns_of_a_matrix_from_left_to_right(columns, width):
     x, out = torch.randn(64, columns), torch.zeros(columns // width, 64, width)

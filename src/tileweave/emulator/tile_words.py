@@ -120,6 +120,16 @@ def convert_layout(value, layout, assert_trivial=False):
     return value
 
 
+def pack_pairs(x, dtype):
+    """A float32 matrix rounded to a 16-bit type, two neighbouring columns in one int32."""
+    return Tile(x.t.to(DTYPES[dtype]).view(torch.int32))
+
+
+def unpack_pairs(x, dtype, layout=None):
+    """What `pack_pairs` has packed, as a matrix of `dtype`."""
+    return Tile(x.t.view(DTYPES[dtype]))
+
+
 def columns(x, width):
     """A matrix cut into matrices of `width` columns."""
     return tuple(Tile(part) for part in x.t.split(int(width), 1))

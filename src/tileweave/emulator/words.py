@@ -66,11 +66,13 @@ from tileweave.emulator.tile_words import (
     minimum,
     num_programs,
     num_warps,
+    pack_pairs,
     program_id,
     static_assert,
     static_range,
     sum,
     to_tensor,
+    unpack_pairs,
     where,
     zeros,
 )
@@ -89,18 +91,20 @@ int1, int32, int64 = lang.int1, lang.int32, lang.int64
 float16, bfloat16, float32, float8e4nv = lang.float16, lang.bfloat16, lang.float32, lang.float8e4nv
 BlockedLayout, SliceLayout, NVMMADistributedLayout = lang.BlockedLayout, lang.SliceLayout, lang.NVMMADistributedLayout
 NVMMASharedLayout, MBarrierLayout = lang.NVMMASharedLayout, lang.MBarrierLayout
+DotOperandLayout = lang.DotOperandLayout
 
 __all__ = [
-    "ABORT", "HEADER_WORDS", "RECORD", "BlockedLayout", "Flags", "MBarrierLayout", "NVMMADistributedLayout",
-    "NVMMASharedLayout", "SliceLayout", "all_reduce", "allocate_shared_memory", "arange", "atomic_add",
-    "atomic_cas", "atomic_max", "atomic_xchg", "barrier", "barrier_all", "bfloat16", "broadcast_async", "cdiv",
-    "columns", "constexpr", "convert_layout", "exp2", "fence_async_shared", "fence_proxy_alias",
-    "fence_proxy_async", "float16", "float32", "float8e4nv", "full", "grid_dependency_wait", "int1", "int32",
-    "int64", "load", "load_async", "log2", "max", "maximum", "mbarrier_arrive", "mbarrier_expect",
-    "mbarrier_init", "mbarrier_invalidate", "mbarrier_wait", "min", "minimum", "multicast_pointer", "multimem_add",
-    "multimem_load_reduce", "multimem_store", "num_programs", "num_warps", "program_id", "reduce",
-    "reinterpret", "shared_memory_descriptor", "signal", "signal_all", "static_assert", "static_range", "store",
-    "store_add_async", "store_async", "store_read_wait", "store_wait", "sum", "tensor", "tensor_descriptor",
-    "tma_load", "tma_store", "to_tensor", "wait", "wait_all", "warp_specialize", "warpgroup_mma",
-    "warpgroup_mma_init", "warpgroup_mma_wait", "where", "zeros",
+    "ABORT", "HEADER_WORDS", "RECORD", "BlockedLayout", "DotOperandLayout", "Flags", "MBarrierLayout",
+    "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "all_reduce", "allocate_shared_memory",
+    "arange", "atomic_add", "atomic_cas", "atomic_max", "atomic_xchg", "barrier", "barrier_all", "bfloat16",
+    "broadcast_async", "cdiv", "columns", "constexpr", "convert_layout", "exp2", "fence_async_shared",
+    "fence_proxy_alias", "fence_proxy_async", "float16", "float32", "float8e4nv", "full",
+    "grid_dependency_wait", "int1", "int32", "int64", "load", "load_async", "log2", "max", "maximum",
+    "mbarrier_arrive", "mbarrier_expect", "mbarrier_init", "mbarrier_invalidate", "mbarrier_wait", "min",
+    "minimum", "multicast_pointer", "multimem_add", "multimem_load_reduce", "multimem_store", "num_programs",
+    "num_warps", "pack_pairs", "program_id", "reduce", "reinterpret", "shared_memory_descriptor", "signal",
+    "signal_all", "static_assert", "static_range", "store", "store_add_async", "store_async",
+    "store_read_wait", "store_wait", "sum", "tensor", "tensor_descriptor", "tma_load", "tma_store",
+    "to_tensor", "unpack_pairs", "wait", "wait_all", "warp_specialize", "warpgroup_mma", "warpgroup_mma_init",
+    "warpgroup_mma_wait", "where", "zeros",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from triton.experimental.gluon import constexpr_function, jit
 from triton.experimental.gluon import language as _gl
 from triton.experimental.gluon.language import (
     BlockedLayout,
+    DotOperandLayout,
     NVMMADistributedLayout,
     NVMMASharedLayout,
     SliceLayout,
@@ -113,6 +114,33 @@ def columns(x, width, _semantic=None):
         return cut(left) + cut(right)
 
     return _gl.tuple(cut(x))
+
+
+@_builtin
+def pack_pairs(x, dtype, _semantic=None):
+    """A float32 matrix [M, N] rounded to a 16-bit type, as int32 [M, N / 2]: columns 2 i and 2 i + 1 in one value.
+
+    Two neighbours must lie in one thread, as they do in a wgmma's result. 16-bit values of their own that live from one
+    turn of a loop to the next would be taken apart and packed anew in each.
+    """
+    name = "f16x2" if _gl._unwrap_if_constexpr(dtype) == float16 else "bf16x2"
+    rows, cols = (_gl._unwrap_if_constexpr(n) for n in x.shape)
+    even, odd = _semantic.split(_semantic.reshape(x, [rows, cols // 2, 2], False))
+    return _gl.inline_asm_elementwise(
+        f"cvt.rn.{name}.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=int32, is_pure=True, pack=1, _semantic=_semantic
+    )
+
+
+@_builtin
+def unpack_pairs(x, dtype, layout, _semantic=None):
+    """What `pack_pairs` has packed, as a matrix [M, N] of `dtype` in `layout`, which must leave all where it is."""
+    kind = _gl._unwrap_if_constexpr(dtype)
+    rows, cols = (_gl._unwrap_if_constexpr(n) for n in x.shape)
+    even, odd = _gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [x], dtype=(kind, kind), is_pure=True, pack=1, _semantic=_semantic
+    )
+    whole = _semantic.reshape(_semantic.join(even, odd), [rows, 2 * cols], False)
+    return _semantic.convert_layout(whole, _gl._unwrap_if_constexpr(layout), True)
 
 
 @_builtin

@@ -4,13 +4,13 @@ WORDS = (
     # types and compile-time values
     "constexpr", "tensor", "shared_memory_descriptor", "tensor_descriptor", "int1", "int32", "int64", "float16",
     "float8e4nv", "bfloat16", "float32", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout",
-    "NVMMASharedLayout", "MBarrierLayout",
+    "NVMMASharedLayout", "MBarrierLayout", "DotOperandLayout",
     # structure
     "grid_dependency_wait", "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv",
     "warp_specialize", "barrier",
     # tiles in registers
     "arange", "zeros", "full", "where", "maximum", "minimum", "max", "min", "sum", "exp2", "log2",
-    "convert_layout", "to_tensor", "columns",
+    "convert_layout", "to_tensor", "columns", "pack_pairs", "unpack_pairs",
     # memory
     "load", "store", "atomic_add", "atomic_cas", "atomic_max", "atomic_xchg", "allocate_shared_memory",
     "reinterpret",

@@ -99,6 +99,15 @@ class SliceLayout:
     parent: Any
 
 
+@dataclass(frozen=True)
+class DotOperandLayout:
+    """Register layout of a wgmma's left operand."""
+
+    operand_index: Any
+    parent: Any
+    k_width: Any
+
+
 @dataclass
 class TensorDescriptor:
     """Host side of a TMA descriptor; sizes and strides in elements."""

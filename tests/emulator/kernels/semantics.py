@@ -96,6 +96,21 @@ def tiles(x, out, N: gl.constexpr):
 
 
 @gl.jit
+def pairs(x, packed, out, N: gl.constexpr, DTYPE: gl.constexpr):
+    """packed [64, N / 2] int32 = the pairs of columns of `x` [64, N] float32, out [64, N] what they hold."""
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, L))
+    cols = gl.arange(0, N, gl.SliceLayout(0, L))
+    where = rows[:, None] * N + cols[None, :]
+    p = gl.pack_pairs(gl.load(x + where), DTYPE)
+    gl.store(out + where, gl.convert_layout(gl.unpack_pairs(p, DTYPE, gl.DotOperandLayout(0, L, 2)), L))
+    HALF: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, 64, gl.SliceLayout(1, HALF))
+    cols = gl.arange(0, N // 2, gl.SliceLayout(0, HALF))
+    gl.store(packed + rows[:, None] * (N // 2) + cols[None, :], gl.convert_layout(p, HALF))
+
+
+@gl.jit
 def columns(x, out, n, N: gl.constexpr, WIDTH: gl.constexpr):
     """out[j] = the j-th WIDTH columns of `x` [64, N], plus a number that the loop counts."""
     L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
