@@ -4,6 +4,7 @@ from tileweave.explain import explain
 from tileweave.fabric import FabricTimeout, check, memory_report, virtual_world
 from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from tileweave.ops.grouped_matmul import grouped_matmul
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.ring_attention import ring_attention
@@ -24,6 +25,7 @@ __all__ = [
     "all_to_all",
     "check",
     "explain",
+    "grouped_matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "memory_report",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tileweave.ops import all_gather_matmul as _all_gather_matmul
 from tileweave.ops import collectives as _collectives
+from tileweave.ops import grouped_matmul as _grouped_matmul
 from tileweave.ops import matmul_all_reduce as _matmul_all_reduce
 from tileweave.ops import matmul_reduce_scatter as _matmul_reduce_scatter
 from tileweave.ops import ring_attention as _ring_attention
@@ -12,6 +13,7 @@ from tileweave.ops.route import Route
 
 ROUTES: dict[str, Callable[..., Route]] = {
     "all_gather_matmul": _all_gather_matmul.route,
+    "grouped_matmul": _grouped_matmul.route,
     "matmul_all_reduce": _matmul_all_reduce.route,
     "matmul_reduce_scatter": _matmul_reduce_scatter.route,
     "ring_attention": _ring_attention.route,

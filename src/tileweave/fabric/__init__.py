@@ -14,11 +14,12 @@ from tileweave.fabric.emulated import EmulatedWorld
 from tileweave.fabric.names import Group, check_own, group_name, group_size, named_group, resolve_group
 from tileweave.fabric.processes import ProcessFabric
 from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
-from tileweave.fabric.world import VirtualGroup, World
+from tileweave.fabric.world import VirtualGroup, World, current_group
 
 __all__ = [
     "MAX_RANKS", "Channel", "Fabric", "FabricTimeout", "Group", "Variant", "VirtualGroup", "World",
-    "check", "cuda_refusal", "fabric_of", "group_name", "group_size", "memory_report", "named_fabric", "virtual_world",
+    "check", "cuda_refusal", "fabric_of", "group_name", "group_size", "local_fabric", "memory_report", "named_fabric",
+    "virtual_world",
 ]  # fmt: skip
 
 EMULATED_SMS = 4
@@ -41,6 +42,13 @@ def fabric_of(group: Group = None, device: torch.device | str | None = None) -> 
 def named_fabric(name: str, device: torch.device) -> Fabric:
     """The fabric of the group of this name, for this thread's rank. RuntimeError if `named_group` knows no such."""
     return _fabric(named_group(name), device)
+
+
+def local_fabric(device: torch.device) -> Fabric:
+    """The fabric for kernels that wait for no peer: that of the world whose rank this thread is, else of this process
+    alone, whatever process groups it is in."""
+    group = current_group()
+    return _alone(_indexed(device)) if group is None else group.world.fabric(group.rank)
 
 
 def _fabric(group: VirtualGroup | dist.ProcessGroup | None, device: torch.device | str | None) -> Fabric:

@@ -1,0 +1,114 @@
+"""grouped_matmul beside torch.nn.functional.grouped_mm on one GPU. `python -m tileweave.bench.grouped_matmul`
+
+H 7168, I 2048, as in DeepSeek's layers. Balanced: each expert has as many rows; skewed: each row draws its expert by
+weights that are exp of a normal variable: the largest has several times the mean, hardly any is a multiple of a tile.
+Contenders are CUDA graphs of one call each, interleaved in random order; before timing each result is checked
+against float32.
+
+    --sweep     time all tile configurations, not the planner's choice alone
+    --only TEXT rows that contain one, as "128 experts" or skewed
+    --json FILE where to write the figures
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import tileweave as tw
+from tileweave.bench.matmul import key
+from tileweave.bench.measure import interleaved, machine
+from tileweave.ops.grouped_matmul import reference
+from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
+from tileweave.planner.moe import GroupedProblem, candidates
+
+HIDDEN, INNER = 7168, 2048
+SHAPES = [
+    (rows << 10, experts) for experts, most in ((32, 128), (128, 256)) for rows in (32, 64, 128, 256) if rows <= most
+]
+
+
+def sizes(rows: int, experts: int, skewed: bool) -> list[int]:
+    """How many rows each expert has."""
+    if not skewed:
+        return [rows // experts] * experts
+    g = torch.Generator().manual_seed(0)
+    weights = torch.randn(experts, generator=g).exp()
+    return torch.multinomial(weights, rows, True, generator=g).bincount(minlength=experts).tolist()
+
+
+def captured(call: Callable) -> Callable[[], None]:
+    """One call as a replay of a CUDA graph."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def measure(rows: int, experts: int, skewed: bool, sweep: bool, transposed: bool, rounds: int) -> dict:
+    """One row: TFLOP/s of torch and of the plans (median, lowest, highest)."""
+    x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    w = (
+        torch.randn(experts, *((INNER, HIDDEN) if transposed else (HIDDEN, INNER)), device="cuda", dtype=torch.bfloat16)
+        / HIDDEN**0.5
+    )
+    w = w.transpose(1, 2) if transposed else w
+    counts = sizes(rows, experts, skewed)
+    offsets = torch.tensor(counts, device="cuda").cumsum(0).int()
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    found = [plan for _, plan in candidates(GroupedProblem(rows, experts, INNER, HIDDEN, sms))]
+    plans = found if sweep else found[:1]
+    runs: dict[str, Callable] = {"torch": lambda: torch.nn.functional.grouped_mm(x, w, offs=offsets)}
+    for plan in plans:
+        runs[key(plan)] = lambda plan=plan: tw.grouped_matmul(x, w, offsets, plan=plan)
+    check(runs, x, w, offsets)
+    times = interleaved({name: captured(run) for name, run in runs.items()}, rounds, warmup=2)
+    flops = 2e-9 * rows * HIDDEN * INNER
+    return {
+        "rows": rows, "experts": experts, "routing": "skewed" if skewed else "balanced", "largest": max(counts),
+        "w": "E x I x H" if transposed else "E x H x I", "planned": key(found[0]),
+        "tflops": {name: [flops / ms for ms in (t.median, t.high, t.low)] for name, t in times.items()},
+    }  # fmt: skip
+
+
+def check(runs: dict[str, Callable], x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> None:
+    """AssertionError unless every contender is right in the rows of some experts."""
+    some = min(4, offsets.shape[0])
+    end = int(offsets[some - 1])
+    truth = reference(x[:end], w[:some], offsets[:some])
+    for name, run in runs.items():
+        error = relative_error(run()[:end], truth)
+        assert error <= tolerance(torch.bfloat16, 1, True), (name, error)
+
+
+def main() -> None:
+    """Measure all shapes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
+    parser.add_argument("--transposed", action="store_true", help="w stored E x I x H, as a layer's weight")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: list[dict] = []
+    for rows, experts in SHAPES:
+        for skewed in (False, True):
+            name = f"{rows} rows, {experts} experts, {'skewed' if skewed else 'balanced'}"
+            if not any(text in name for text in options.only):
+                continue
+            row = measure(rows, experts, skewed, options.sweep, options.transposed, options.rounds)
+            found.append(row)
+            rival = row["tflops"]["torch"][0]
+            ours = sorted(((t[0], key) for key, t in row["tflops"].items() if key != "torch"), reverse=True)
+            told = "  ".join(f"{key} {t:.0f} ({t / rival:.3f})" for t, key in ours)
+            print(f"{name}: torch {rival:.0f} TFLOP/s; {told}; planned {row['planned']}", flush=True)
+            if options.json:
+                options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""grouped_matmul: its contract, and the path of a call, which is decided before anything is launched."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tileweave.fabric import Fabric
+from tileweave.ops.contract import DTYPES, Like
+from tileweave.ops.route import Route
+from tileweave.planner import H200, Plan
+from tileweave.planner.moe import GroupedProblem, plan_for, unsupported
+
+NAME = "grouped_matmul"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that keeps the contract: x [rows, k], w [experts, k, n]."""
+
+    dtype: torch.dtype
+    rows: int
+    experts: int
+    k: int
+    n: int
+
+
+def check_kinds(x, w, offsets, plan) -> None:
+    """TypeError for values that an operator's schema cannot hold; the rest is for `check`."""
+    for name, value in (("x", x), ("w", w), ("offsets", offsets)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+
+
+def check(x: Like, w: Like, offsets: Like) -> Call:
+    """Hold the operator's arguments to the contract; ValueError if they break it. Offsets are not looked at."""
+    if len(x.shape) != 2 or len(w.shape) != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{NAME}: x must be [T, H] and w [E, H, I], got {list(x.shape)} and {list(w.shape)}")
+    if w.shape[0] < 1:
+        raise ValueError(f"{NAME}: w must have an expert at least, got {list(w.shape)}")
+    if x.dtype not in DTYPES or w.dtype != x.dtype:
+        raise ValueError(f"{NAME}: x and w must both be bfloat16 or both float16, got {x.dtype} and {w.dtype}")
+    if tuple(offsets.shape) != (w.shape[0],) or offsets.dtype != torch.int32:
+        raise ValueError(
+            f"{NAME}: offsets must be [{w.shape[0]}] of int32, an end for each expert, got {list(offsets.shape)} of "
+            f"{offsets.dtype}"
+        )
+    if w.device != x.device or offsets.device != x.device:
+        raise ValueError(
+            f"{NAME}: x, w and offsets must be on one device, got {x.device}, {w.device} and {offsets.device}"
+        )
+    return Call(x.dtype, x.shape[0], w.shape[0], x.shape[1], w.shape[2])
+
+
+def choose(fabric: Fabric, call: Call, device: torch.device, plan: Plan | None) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan."""
+    problem = GroupedProblem(call.rows, call.experts, call.n, call.k, fabric.sms or H200.sms)
+    if plan is not None and (why := unsupported(problem, plan)):
+        raise ValueError(f"{NAME}: {why}")
+    refusal = fabric.refusal() or unaddressable(call)
+    if refusal is None and device.type != fabric.device.type:
+        refusal = f"x is on {device}, the ranks of this world are on {fabric.device}"
+    if refusal:
+        return Route(NAME, "fallback", False, f"{refusal}: a torch.matmul for each expert")
+    if call.n == 0 or call.k == 0:
+        return Route(NAME, fabric.backend, False, "nothing to multiply")
+    plan = plan or plan_for(problem)
+    return Route(NAME, fabric.backend, True, plan.reason, plan)
+
+
+def unaddressable(call: Call) -> str | None:
+    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
+    for name, size in (("I", call.n), ("H", call.k)):
+        if size % 8:
+            return f"{name} = {size} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    return None

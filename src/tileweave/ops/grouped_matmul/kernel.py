@@ -1,0 +1,206 @@
+"""Grouped matmul: rows that are sorted by expert, each times its expert's matrix, on one GPU.
+
+Where experts begin and end is known on the device only. `grouped_tiles_kernel` makes of it a table of row tiles: expert,
+first row, end. No tile spans two experts, so an expert's last tile may be ragged: its operand has rows of the next
+expert, which are multiplied in vain, and its result must not touch them. A part that is all the expert's goes by TMA,
+one that ends within it by masked stores from registers, one beyond it nowhere; a multiplier whose half of the tile is
+beyond it leaves its K steps out. Tiles go in groups of GROUP row tiles over all columns, across experts: a wave's
+operands stay in L2, and a matrix is read once where an expert has few rows.
+
+| word | written by | read by | order |
+|---|---|---|---|
+| table | `grouped_tiles_kernel`, a CTA for each expert | `grouped_matmul_kernel` | kernel boundary |
+
+There is nobody to wait for, so there are no flags; barriers are the template's.
+"""
+
+from tileweave import lang as gl
+from tileweave.tiles.matmul import (
+    Matmul,
+    grouped_order,
+    make_matmul,
+    no_communicator,
+    nobody_to_meet,
+    nobody_to_tell,
+    nothing_before_load,
+    nothing_more,
+    run_matmul,
+)
+
+ENTRY = gl.constexpr(4)  # words of a row tile in the table: expert, first row, end of the expert, nothing
+
+
+@gl.aggregate
+class Work:
+    """What the roles share besides the matmul."""
+
+    matmul: Matmul
+    w: gl.tensor_descriptor  # [experts, k, n] or, B_T, [experts, n, k]
+    out: gl.tensor_descriptor  # [rows, n]
+    out_ptr: gl.tensor
+    offsets: gl.tensor
+    table: gl.tensor
+    rows: gl.tensor
+    n: gl.tensor
+    GROUP: gl.constexpr
+
+    @gl.constexpr_function
+    def __init__(self, matmul, w, out, out_ptr, offsets, table, rows, n, GROUP):
+        self.matmul, self.w, self.out, self.out_ptr = matmul, w, out, out_ptr
+        self.offsets, self.table, self.rows, self.n = offsets, table, rows, n
+        self.GROUP = gl.constexpr(GROUP)
+
+
+# ---------------------------------------------------------------- the table of row tiles
+
+
+@gl.jit
+def tiles_before(offsets, expert, rows, BM: gl.constexpr):
+    """Row tiles of all experts ahead of one."""
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    count = gl.zeros([LANES], gl.int32, L)
+    for first in range(0, expert, LANES):
+        e = first + gl.arange(0, LANES, L)
+        end = gl.minimum(gl.load(offsets + e, mask=e < expert, other=0), rows)
+        start = gl.minimum(gl.load(offsets + e - 1, mask=(e > 0) & (e < expert), other=0), rows)
+        count += gl.cdiv(gl.maximum(end - start, 0), BM)
+    return gl.sum(count, 0)
+
+
+@gl.jit
+def zero_rows(out, first, rows, n):
+    """Zeros in the rows from `first` on, which are no expert's."""
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    L: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    for row in range(first + gl.program_id(0), rows, gl.num_programs(0)):
+        for col in range(0, n, 8 * LANES):
+            cols = col + gl.arange(0, 8 * LANES, L)
+            zeros = gl.zeros([8 * LANES], out.dtype.element_ty, L)
+            gl.store(out + row.to(gl.int64) * n + cols, zeros, mask=cols < n)
+
+
+@gl.jit(do_not_specialize=["rows", "n", "limit"])
+def grouped_tiles_kernel(
+    offsets, table, out, rows, n, limit, EXPERTS: gl.constexpr, BM: gl.constexpr
+):  # fmt: skip
+    """table [1 + limit][ENTRY] int32 = how many row tiles there are, then these in the order of experts. Of `offsets`
+    [EXPERTS] int32, ends of experts, what is beyond `rows` counts as `rows`. Zeroes rows of `out` [rows, n] that are no
+    expert's. Grid: any number of CTAs."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    LANES: gl.constexpr = 32 * gl.num_warps()
+    gl.grid_dependency_wait()
+    for expert in range(gl.program_id(0), EXPERTS, gl.num_programs(0)):
+        start = gl.to_tensor(0)
+        if expert > 0:
+            start = gl.minimum(gl.load(offsets + expert - 1), rows)
+        end = gl.minimum(gl.load(offsets + expert), rows)
+        before = tiles_before(offsets, expert, rows, BM)
+        tiles = gl.cdiv(gl.maximum(end - start, 0), BM)
+        for first in range(0, tiles, LANES):
+            i = first + gl.arange(0, LANES, L)
+            there = (i < tiles) & (before + i < limit)
+            entry = table + (1 + before + i) * ENTRY
+            gl.store(entry, i * 0 + expert, mask=there)
+            gl.store(entry + 1, start + i * BM, mask=there)
+            gl.store(entry + 2, i * 0 + end, mask=there)
+        if expert == EXPERTS - 1:
+            gl.store(table, gl.minimum(before + tiles, limit))
+    zero_rows(out, gl.maximum(gl.minimum(gl.load(offsets + EXPERTS - 1), rows), 0), rows, n)
+
+
+# ---------------------------------------------------------------- the matmul
+
+
+@gl.jit
+def locate(work, t):
+    """The t-th tile: its expert, its row in x and in the result, its column."""
+    cols = gl.cdiv(work.n, work.matmul.BN)
+    last = gl.maximum(work.matmul.tiles - 1, 0)
+    i, j = grouped_order(gl.minimum(t, last), work.matmul.tiles // cols, cols, work.GROUP)
+    entry = work.table + (1 + i) * ENTRY
+    row = gl.load(entry + 1)
+    return gl.load(entry), row, row, j * work.matmul.BN
+
+
+@gl.jit
+def end_of(work, expert):
+    """The row behind an expert's last one."""
+    return gl.minimum(gl.load(work.offsets + expert), work.rows)
+
+
+@gl.jit
+def load_w(mm, w, at, bar, expert, col, k):
+    """Loader: a tile of an expert's matrix to a place in the ring."""
+    buf = gl.reinterpret(mm.b_bufs.index(at.slot), w.dtype, w.block_shape, w.layout)
+    if mm.B_T:
+        gl.tma_load(w, [expert, col, k], bar, buf)
+    else:
+        gl.tma_load(w, [expert, k, col], bar, buf)
+
+
+@gl.jit
+def load(work, at, bar, expert, row, col, step, epoch, there):
+    """Loader: a K step."""
+    mm = work.matmul
+    gl.tma_load(mm.a_desc, [row, step * mm.BK], bar, mm.a_bufs.index(at.slot))
+    load_w(mm, work.w, at, bar, expert, col, step * mm.BK)
+
+
+@gl.jit
+def within(work, expert, row, steps):
+    """Multiplier: how many K steps its rows take, none if all of them are beyond the expert's."""
+    return gl.where(row < end_of(work, expert), steps, 0)
+
+
+@gl.jit
+def epilogue(work, part, at, HALF: gl.constexpr, expert, row, col, LAYOUT: gl.constexpr):
+    """Multiplier: the product as it is."""
+    return part, at
+
+
+@gl.jit
+def store_rows(mm, out, end, n, row, col, buf, like):
+    """Storer: rows of a part ahead of `end` to `out` [rows, n], by stores of 16 bytes. `like`: descriptor of the part."""
+    STEP: gl.constexpr = 8  # rows of 128 bytes that are swizzled together
+    LANES: gl.constexpr = mm.WIDTH // 8
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    steps = gl.reinterpret(buf, like.dtype, [mm.ROWS // STEP, STEP, mm.WIDTH], like.layout)
+    cols = col + gl.arange(0, mm.WIDTH, gl.SliceLayout(0, L))
+    for i in range(0, gl.cdiv(gl.minimum(end - row, mm.ROWS), STEP)):
+        rows = row + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, L))
+        where = rows.to(gl.int64)[:, None] * n + cols[None, :]
+        gl.store(out + where, steps.index(i).load(L), mask=(rows < end)[:, None] & (cols < n)[None, :])
+
+
+@gl.jit
+def store(work, expert, row, col, buf, epoch, met):
+    """Storer: what of a part is the expert's."""
+    end = end_of(work, expert)
+    if row + work.matmul.ROWS <= end:
+        gl.tma_store(work.out, [row, col], buf)
+    elif row < end:
+        store_rows(work.matmul, work.out_ptr, end, work.n, row, col, buf, work.out)
+
+
+@gl.jit(do_not_specialize=["rows", "n", "k"])
+def grouped_matmul_kernel(
+    x_desc, w_desc, like_w_desc, out_desc, out, offsets, table, rows, n, k, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr,
+):  # fmt: skip
+    """out [rows, n] = each row of x [rows, k] times the matrix of its expert, by the table. Grid: a CTA per SM.
+
+    like_w_desc: a matrix of one expert, of which only the box counts.
+    """
+    gl.grid_dependency_wait()
+    flags = gl.Flags(table, rows, rows, 1, rows)  # a world of one: nobody looks at them, nor at a state
+    tiles = gl.load(table) * gl.cdiv(n, BN)
+    mm = make_matmul(
+        x_desc, like_w_desc, out_desc, flags, table, out, k, tiles, tiles, gl.to_tensor(1), BM, BN, BK, STAGES, C_BUFS,
+        False, False, B_T, 0,
+    )  # fmt: skip
+    work = Work(mm, w_desc, out_desc, out, offsets, table, rows, n, GROUP)
+    run_matmul(
+        work, locate, nothing_before_load, load, nobody_to_meet, nothing_more, epilogue, store, nobody_to_tell,
+        no_communicator, 64, within,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""grouped_matmul: how it is computed, by a table of tiles and one kernel, or by a matmul for each expert."""
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from tileweave.fabric import Fabric, Variant
+from tileweave.ops.descriptors import ALIGN, Box, in_one_piece
+from tileweave.ops.grouped_matmul.check import Call
+from tileweave.ops.grouped_matmul.kernel import ENTRY, grouped_matmul_kernel, grouped_tiles_kernel
+from tileweave.planner import Plan
+from tileweave.planner.moe import most_row_tiles
+from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
+
+
+def unfused(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The fallback: a matmul for each expert. Waits for the offsets."""
+    out, start = x.new_zeros(x.shape[0], w.shape[2]), 0
+    for expert, end in enumerate(offsets.clamp(0, x.shape[0]).tolist()):
+        if end > start:
+            torch.matmul(x[start:end], w[expert], out=out[start:end])
+            start = end
+    return out
+
+
+def unfused_outer(x: torch.Tensor, y: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """For each expert its rows of x [T, H], transposed, times those of y [T, I]: [E, H, I]."""
+    out, start = x.new_zeros(offsets.shape[0], x.shape[1], y.shape[1]), 0
+    for expert, end in enumerate(offsets.clamp(0, x.shape[0]).tolist()):
+        if end > start:
+            torch.matmul(x[start:end].t(), y[start:end], out=out[expert])
+            start = end
+    return out
+
+
+def as_matrices(w: torch.Tensor) -> torch.Tensor:
+    """`w` [E, H, I] as TMA can address it: one of the last two strides is 1, the others and the base are 16-byte
+    aligned and nothing overlaps. Either order of the last two costs nothing; anything else is copied."""
+    (_, rows, columns), (expert, row, column) = w.shape, w.stride()
+    line = ALIGN // w.element_size()
+    by_rows = column == 1 and row >= columns and row % line == 0 and expert >= rows * row
+    by_columns = row == 1 and column >= rows and column % line == 0 and expert >= columns * column
+    aligned = expert % line == 0 and w.data_ptr() % ALIGN == 0
+    return w if (by_rows or by_columns) and aligned else in_one_piece(w.contiguous())
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A fused call but for its tensors' data. rows: of x and the result as TMA sees them, 1 at least."""
+
+    x: Box
+    w: Box
+    like_w: Box
+    out: Box
+    limit: int
+    tiles_tail: tuple
+    tail: tuple
+    tiles_variant: Variant = field(default_factory=Variant)
+    variant: Variant = field(default_factory=Variant)
+
+
+@lru_cache(maxsize=256)
+def prepare(call: Call, strides: tuple[int, ...], plan: Plan, device: torch.device, sms: int) -> Prepared:
+    """Everything of a call but the tensors' data, for w of these strides; remembered."""
+    bm, bn, bk = plan.tile
+    rows = max(call.rows, 1)
+    like = torch.empty_strided((call.experts, call.k, call.n), strides, dtype=call.dtype, device="meta")
+    b_t = strides[2] != 1 or strides[1] < call.n
+    like = like.transpose(1, 2) if b_t else like
+    box = (bn, bk) if b_t else (bk, bn)
+    limit = most_row_tiles(call.rows, call.experts, plan.tile)
+    part = (part_rows(plan.tile), PART_BYTES // call.dtype.itemsize)
+    return Prepared(
+        Box(torch.empty(rows, call.k, dtype=call.dtype, device="meta"), (bm, bk)),
+        Box(like, (1, *box)),
+        Box(like[0], box),
+        Box(torch.empty(rows, call.n, dtype=call.dtype, device="meta"), part),
+        limit,
+        (call.rows, call.n, limit, call.experts, bm),
+        (
+            call.rows, call.n, call.k, bm, bn, bk, plan.stages,
+            part_buffers(plan.tile, plan.stages, call.dtype.itemsize), GROUP_ROWS, b_t,
+        ),
+    )  # fmt: skip
+
+
+def fused(
+    fabric: Fabric, call: Call, x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor, plan: Plan
+) -> torch.Tensor:
+    """Launch both kernels on the current stream."""
+    own_x, own_w, own_offsets = in_one_piece(x), as_matrices(w), in_one_piece(offsets)
+    made = prepare(call, own_w.stride(), plan, x.device, fabric.sms)
+    out = torch.empty(call.rows, call.n, dtype=call.dtype, device=x.device)
+    target = out
+    if call.rows == 0:  # there is no descriptor of an empty tensor
+        own_x, target = x.new_zeros(1, call.k), x.new_empty(1, call.n)
+    table = torch.empty(1 + made.limit, ENTRY.value, dtype=torch.int32, device=x.device)
+    fabric.launch(
+        grouped_tiles_kernel,
+        fabric.sms,
+        (own_offsets, table, target, *made.tiles_tail),
+        num_warps=WARPS,
+        variant=made.tiles_variant,
+    )
+    b = own_w.transpose(1, 2) if made.tail[-1] else own_w
+    args = made.x.at(own_x), made.w.at(b), made.like_w.at(b), made.out.at(target), target, own_offsets, table
+    fabric.launch(grouped_matmul_kernel, fabric.sms, (*args, *made.tail), num_warps=WARPS, variant=made.variant)
+    return out

@@ -1,0 +1,67 @@
+"""Plans of a grouped matmul: which tile, by what is known before anything runs: how many rows and how many experts."""
+
+import math
+from dataclasses import dataclass, replace
+
+from tileweave.planner import plan as core
+from tileweave.planner.hardware import H200, Hardware
+from tileweave.planner.plan import Plan
+from tileweave.planner.tiling import TILINGS, Tile, Tiling, overlapped, part_rows
+
+
+@dataclass(frozen=True)
+class GroupedProblem:
+    """One grouped matmul: `rows` of all experts together, [k, n] each expert's matrix, 16-bit; sms: SMs it may use."""
+
+    rows: int
+    experts: int
+    n: int
+    k: int
+    sms: int
+
+
+def most_row_tiles(rows: int, experts: int, tile: Tile) -> int:
+    """Row tiles that there can be, however the rows fall to experts: none spans two."""
+    return rows // tile[0] + min(experts, rows)
+
+
+def unsupported(problem: GroupedProblem, plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` cannot run `problem`, naming the legal values; None if it can. Planner and launch both ask here."""
+    if plan.mechanism != "tma" or plan.schedule != "intra_sm":
+        return (
+            f"plan.mechanism={plan.mechanism!r}, plan.schedule={plan.schedule!r}: grouped_matmul has 'tma', 'intra_sm'"
+        )
+    if plan.split != 1 or plan.comm_sms != 0:
+        return f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: grouped_matmul has 1 and 0"
+    return core.untileable(plan, 2, hardware)
+
+
+def predict_us(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) -> float:
+    """Microseconds, if experts have as many rows each but for chance: the last rows of an expert are half a
+    multiplier's, on average, and a multiplier without rows takes no time."""
+    part = part_rows(tiling.tile)
+    row_tiles = (problem.rows / part + min(problem.experts, problem.rows) / 2) * part / tiling.tile[0]
+    tiles = math.ceil(row_tiles * math.ceil(problem.n / tiling.tile[1]))
+    compute = tiling.compute_us(tiles, max(math.ceil(problem.k / tiling.tile[2]), 1), 1, problem.sms)
+    weights = min(problem.experts, problem.rows) * problem.k * problem.n
+    moved = 2.0 * (weights + problem.rows * (problem.k + problem.n))
+    memory = moved / (hardware.memory_gbs * 1e3 * problem.sms / hardware.sms)
+    return hardware.launch_us + overlapped(compute, memory)
+
+
+def candidates(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
+    """All plans of the table, each with its predicted microseconds, the fastest first; of equals the largest tile."""
+    found = [
+        (predict_us(problem, tiling, hardware), Plan(tile=tiling.tile, stages=tiling.stages)) for tiling in TILINGS
+    ]
+    return sorted(found, key=lambda each: (each[0], -each[1].tile[0] * each[1].tile[1]))
+
+
+def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
+    """The fastest plan by the cost model."""
+    cost, plan = candidates(problem, hardware)[0]
+    reason = (
+        f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs are the cheapest for {problem.experts} experts "
+        f"of {problem.rows / problem.experts:.0f} rows on average"
+    )
+    return replace(plan, predicted_us=round(cost, 1), reason=reason)

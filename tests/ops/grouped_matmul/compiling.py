@@ -1,0 +1,33 @@
+"""Compile grouped_matmul's kernels for sm_90a without a GPU, under whichever Triton is on the path.
+
+    python -m tests.ops.grouped_matmul.compiling     prints one JSON object: {variant: [table, matmul]}
+
+Run in a subprocess, as tests/compiling.py, whose fabric compiles instead of launching.
+"""
+
+import json
+
+import torch
+
+from tests.compiling import CompilingFabric, meta
+from tests.ops.grouped_matmul.variants import VARIANTS
+from tileweave import Plan
+from tileweave.ops.contract import Like
+from tileweave.ops.grouped_matmul.check import check, choose
+from tileweave.ops.grouped_matmul.launch import fused
+
+
+def reports(dtype, rows, experts, k, n, transposed, tile, stages) -> list[dict]:
+    """One variant through the op's own launch code."""
+    fabric, dtype = CompilingFabric(1), getattr(torch, dtype)
+    x, w = meta(rows, k, dtype=dtype), meta(experts, k, n, dtype=dtype)
+    w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
+    offsets = meta(experts, dtype=torch.int32)
+    call = check(Like.of(x), Like.of(w), Like.of(offsets))
+    plan = choose(fabric, call, fabric.device, Plan(tile=tile, stages=stages) if tile else None).plan
+    fused(fabric, call, x, w, offsets, plan)
+    return fabric.reports
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: reports(*variant) for name, variant in VARIANTS.items()}))
