@@ -1,0 +1,56 @@
+"""Compile the kernel for sm_90a without a GPU, under whichever Triton is on the path, and say what came out.
+
+    python -m tests.ops.attention.compiling     prints one JSON object: {variant: report}
+
+As tests/compiling.py, of which the fabric is: a variant goes through the op's own launch code.
+"""
+
+import json
+import re
+import sys
+
+import torch
+
+from tests.compiling import CompilingFabric, meta
+from tests.ops.attention.variants import VARIANTS
+from tileweave.bench import compile as reports
+from tileweave.ops.attention import Tiling, attention
+
+LOOP = re.compile(r"\b(MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])")
+
+
+def compiled(dim, rows=4096, kv_heads=8, dtype="bfloat16", tiling=None, layout="bhsd", **options) -> dict:
+    """One variant; `tiling` are fields of a Tiling."""
+    fabric, kind, heads = CompilingFabric(1), getattr(torch, dtype), 8
+    shapes = ((2, heads, rows, dim), (2, kv_heads, 4096, dim), (2, kv_heads, 4096, dim))
+    order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
+    given = [meta(*(shape[i] for i in order), dtype=kind) for shape in shapes]
+    texts, disassembled = [], reports._disassembled
+
+    def kept(cubin):
+        usage, sass = disassembled(cubin)
+        texts.append(sass)
+        return usage, sass
+
+    reports._disassembled = kept
+    attention(fabric, *given, layout=layout, tiling=None if tiling is None else Tiling(**tiling), **options)
+    reports._disassembled = disassembled
+    return {**fabric.reports[-1], "loops": loops(texts[-1])}
+
+
+def loops(sass: str) -> list[int]:
+    """For each loop over blocks, how many exponentials lie between the wait for S and that for O: hidden behind P V."""
+    found, inside = [], None
+    for word in LOOP.findall(sass):
+        if word.endswith("0x1"):
+            inside = 0
+        elif word.endswith("0x0") and inside is not None:
+            found.append(inside)
+            inside = None
+        elif word.startswith("MUFU") and inside is not None:
+            inside += 1
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compiled(**VARIANTS[name]) for name in sys.argv[1:] or VARIANTS}))
