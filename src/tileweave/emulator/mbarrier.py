@@ -67,10 +67,10 @@ class MBarrier:
         self.pending -= arrivals
         self.tx += tx
         clock = self.clock
-        clock.join(agent.clock)
-        if agent.is_async:
+        if agent.is_async:  # tells of its own accesses only, not of what its issuer did before
             clock.see(agent.lane, agent.count)
         else:
+            clock.join(agent.clock)
             agent.tick()
         if self.pending == 0 and self.tx == 0:
             self.phase += 1

@@ -9,6 +9,7 @@ import torch
 
 from tileweave.emulator.clocks import ALIAS, GENERIC, GLOBAL, SHARED, Clock, Past, merged
 from tileweave.emulator.explain import missing_order
+from tileweave.emulator.locations import Location
 from tileweave.emulator.places import Place
 from tileweave.emulator.regions import Region
 from tileweave.emulator.touches import Touch
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from tileweave.emulator.mbarrier import MBarrier
     from tileweave.emulator.world import World
 
-STRONG = ("add", "atomic")  # kinds of access that do not race among themselves
+STRONG = ("add", "atomic", "volatile read")  # kinds of access that do not race among themselves
+READS = ("read", "volatile read")
 _BUCKETS = 256  # parts of a storage by which overlapping regions are looked for
-_SIGNALS = 64  # values of a flag that are remembered
 _KEPT = 4096  # groups kept for the next launch, which is likely to touch the same regions
 _PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
 
@@ -99,7 +100,7 @@ class Memory:
         self._unplaced: list[Group] = []  # groups that are not in the buckets yet: only writes make that necessary
         self.written = False
         self.released: dict[int, Releases] = {}  # by first byte of the location
-        self.signals: dict[int, list[tuple[int, Releases]]] = {}  # values that signals stored there, and what each told
+        self.locations: dict[int, Location] = {}  # words that strong operations have written, by first byte
         self.versions: dict[int, int] = {}  # of locations that somebody has looked at more than once: changes so far
         self.watchers: dict[int, list] = {}  # partitions that wait for the location at a byte to change
         self.aborts: dict[int, set[int]] = {}  # locations whose watchers a change of this one wakes as well
@@ -117,7 +118,7 @@ class Memory:
             group.writes.clear()
             group.strong.clear()
         self.released.clear()
-        self.signals.clear()
+        self.locations.clear()
         self.written = False
 
     def flat(self, dtype: torch.dtype) -> torch.Tensor:
@@ -172,9 +173,9 @@ class Memory:
     ) -> None:
         """Check an access against the history, and enter it.
 
-        `kind` is 'read', 'write', or 'add' and 'atomic', which do not race among themselves where their scopes include
-        each other. Two tile-wide accesses of equal `pattern` have each thread at the same elements; None equals no
-        other. Reports through `World.found`.
+        `kind` is 'read', 'write', or 'add', 'atomic' and 'volatile read', which do not race among themselves where
+        their scopes include each other. Two tile-wide accesses of equal `pattern` have each thread at the same
+        elements; None equals no other. Reports through `World.found`.
         """
         if region.lo >= region.hi:
             return
@@ -184,7 +185,7 @@ class Memory:
         self.written = self.written or kind != "read"
         if self.written and self._unplaced:
             self._place()
-        if kind == "read":
+        if kind in READS:
             if self.written:
                 for near, _ in group.near or self._near(group):
                     if near.writes:
@@ -205,7 +206,9 @@ class Memory:
             if replaces and self.released:  # a plain store ends what was released through these bytes
                 for byte in [b for b in self.released if region.contains(b)]:
                     del self.released[byte]
-                    self.signals.pop(byte, None)
+            if replaces and self.locations:
+                for byte in [b for b in self.locations if region.contains(b)]:
+                    del self.locations[byte]
             if self.versions and kind != "atomic":
                 for byte in [b for b in self.versions if region.contains(b)]:
                     self.changed(byte)
@@ -328,10 +331,37 @@ class Memory:
 
     def signal(self, byte: int, old: int, value: int, part: Partition | Copy) -> None:
         """A release at system scope by storing `value`, which a wait tells from other values stored there."""
-        log = self.signals.setdefault(byte, [(old, dict(self.released.get(byte, ())))])
-        log.append((value, dict(self.release(byte, part, "sys"))))
-        if len(log) > _SIGNALS:
-            del log[0]
+        location = self._location(byte, old)
+        who = part.cta, part.lane, part.count
+        location.write(value, dict(self.release(byte, part, "sys")), who)
+
+    def wrote(self, byte: int, old, value, who: tuple) -> None:
+        """Enter a value that an atomic operation has put in the place of `old`; `who`: CTA, lane and event."""
+        self._location(byte, old).write(value, dict(self.released.get(byte, ())), who)
+
+    def _location(self, byte: int, value) -> Location:
+        location = self.locations.get(byte)
+        if location is None:
+            location = self.locations[byte] = Location(value, dict(self.released.get(byte, ())))
+        return location
+
+    def strong_read(self, byte: int, part: Partition, value, scope: str, acquires: bool, everybody: bool):
+        """What a strong read of a location, which now holds `value`, returns, and whether that is the newest value.
+
+        It may be older: a write that nothing orders before the read need not have arrived.
+        """
+        location = self.locations.get(byte)
+        if location is None:
+            if acquires:
+                self.acquire(byte, part, scope, everybody)
+            return value, True
+        number, oldest = location.newest, location.oldest_readable(part)
+        if oldest < number:
+            number -= self.world.draw(number - oldest + 1)
+        found = location.read(number, part)
+        if acquires and found.told:
+            self._take(found.told, part, scope, everybody)
+        return found.value, number == location.newest
 
     def acquire(self, byte: int, part: Partition, scope: str, everybody: bool) -> None:
         """Learn what was released at a location within mutual scopes; without `everybody`, the first thread only."""
@@ -344,13 +374,15 @@ class Memory:
 
         Later ones may have been stored already, but a program must not rely on reading them.
         """
-        log = self.signals.get(byte)
-        if log is None:
+        location = self.locations.get(byte)
+        if location is None:
             self.acquire(byte, part, "sys", True)
             return
-        entries = next((told for value, told in log if reached(value)), None)
-        if entries:
-            self._take(entries, part, "sys", True)
+        number = next((n for n, write in enumerate(location.writes, location.first) if reached(write.value)), None)
+        if number is not None:
+            told = location.read(number, part).told
+            if told:
+                self._take(told, part, "sys", True)
 
     def _take(self, entries: Releases, part: Partition, scope: str, everybody: bool) -> None:
         if not everybody:

@@ -34,15 +34,17 @@ def _everybody(me, is_tile: bool):
     return (me.crowd, me) if is_tile else (me,)
 
 
-def load(pointer, mask=None, other=None, **_):
-    """Elements at a pointer, or at a tile of pointers; masked ones are `other`."""
+def load(pointer, mask=None, other=None, volatile=False, **_):
+    """Elements at a pointer, or at a tile of pointers; masked ones are `other`. A volatile load is a strong read."""
     me = getcurrent()
     ptr = _unicast(pointer, "load")
+    if volatile and mask is None and not isinstance(ptr.offset, torch.Tensor):
+        return _strong_read(me, ptr, "volatile load", "relaxed", "sys", everybody=True)
     me.pause()
     offsets, keep, region, pattern = ptr.elements(mask, "load")
     place = Place(me, "load")
     for who in _everybody(me, True):  # a single element, too, is loaded by every thread
-        ptr.memory.access("read", region, who, place, pattern=pattern)
+        ptr.memory.access("volatile read" if volatile else "read", region, who, place, pattern=pattern)
     flat = ptr.flat
     if keep is None:
         found = flat[offsets]
@@ -95,32 +97,61 @@ def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
         return _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used)
     if mask is not None and not bool(raw(mask)):
         return 0
+    if name == "atomic_add" and isinstance(operands[0], int) and operands[0] == 0 and sem in ("relaxed", "acquire"):
+        found = _strong_read(me, ptr, f"{name} of 0, {sem}, scope {scope}", sem, scope, everybody=False)
+        if used:
+            me.sync()
+        return found
     region = ptr.elements(None, name)[2]
     memory, flat, byte, offset = ptr.memory, ptr.flat, region.lo, int(ptr.offset)
     place = Place(me, f"{name}, {sem}, scope {scope}")
-    poll = memory, byte, place.code, place.instruction
-    if me.polled == (*poll, memory.version(byte)):  # polling again what has not changed: sleep until it has
-        while me.polled == (*poll, memory.version(byte)):
-            me.block(memory.watch(byte), _describe_poll, memory, flat, offset)
-    else:
-        me.pause()
+    poll = _poll(me, memory, flat, byte, offset, place)
     old = flat[offset].item()
     new = compute(old, *operands)
     memory.access("atomic", region, me, place, scope)
+    who = me.cta, me.lane, me.count
     if new == old:
         me.polled = (*poll, memory.version(byte))
     else:
-        flat[offset] = wrapped(new) if flat.dtype is torch.int32 else new
+        new = flat[offset] = wrapped(new) if flat.dtype is torch.int32 else new
         memory.changed(byte)
-        memory.signals.pop(byte, None)
         me.polled = None
     if "acq" in sem:
         memory.acquire(byte, me, scope, everybody=False)
     if sem in ("release", "acq_rel"):
         memory.release(byte, me, scope)
+    if new != old or sem in ("release", "acq_rel"):
+        memory.wrote(byte, old, new, who)
     if used:
         me.sync()
     return scalar(old, flat.dtype)
+
+
+def _strong_read(me, ptr, what: str, sem: str, scope: str, *, everybody: bool):
+    """One element by a relaxed or acquire load, by every thread or the first one. What it returns may be old.
+
+    An atomic addition of 0 is taken to be one, as compilers do.
+    """
+    region = ptr.elements(None, what)[2]
+    memory, flat, byte, offset = ptr.memory, ptr.flat, region.lo, int(ptr.offset)
+    place = Place(me, what)
+    poll = _poll(me, memory, flat, byte, offset, place)
+    for who in _everybody(me, everybody):
+        memory.access("volatile read" if everybody else "atomic", region, who, place, scope)
+    value, newest = memory.strong_read(byte, me, flat[offset].item(), scope, sem == "acquire", everybody)
+    me.polled = (*poll, memory.version(byte)) if newest else None
+    return scalar(value, flat.dtype)
+
+
+def _poll(me, memory, flat, byte: int, offset: int, place: Place) -> tuple:
+    """Let others run; who polls again at this place what has not changed sleeps until it has. Returns the place."""
+    poll = memory, byte, place.code, place.instruction
+    if me.polled == (*poll, memory.version(byte)):
+        while me.polled == (*poll, memory.version(byte)):
+            me.block(memory.watch(byte), _describe_poll, memory, flat, offset)
+    else:
+        me.pause()
+    return poll
 
 
 def _describe_poll(memory, flat, offset) -> str:
@@ -149,7 +180,7 @@ def _atomic_tile(me, ptr, name, compute, operands, mask, sem, scope, used):
             memory.acquire(byte, me, scope, everybody=True)
         if sem in ("release", "acq_rel"):
             memory.release(byte, me, scope)
-        memory.signals.pop(byte, None)
+        memory.locations.pop(byte, None)
         memory.changed(byte)
     old[keep] = torch.tensor(found, dtype=flat.dtype)
     if used:
