@@ -8,10 +8,11 @@ import torch
 
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.contract import Shape, check_shape
+from tileweave.ops.sequence.contract import Shape, check_shape, unfusable
 from tileweave.ops.sequence.contract import check_kinds as check_tensors
-from tileweave.ops.sequence.placement import PLACEMENTS
-from tileweave.planner import Plan
+from tileweave.ops.sequence.placement import PLACEMENTS, pieces
+from tileweave.planner import H200, Plan
+from tileweave.planner.attention import Problem, padded_dim, plan_for, unsupported
 
 NAME = "ring_attention"
 
@@ -97,8 +98,27 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
-    if plan is not None:
-        raise ValueError(f"{NAME}: plan must be None: there is no fused kernel that could follow it")
-    refusal = site.refusal or "there is no fused kernel"
-    way = "PyTorch's attention for each rank's keys in turn, put together in float32"
-    return Route(NAME, "fallback", False, f"{refusal}: {way}")
+    refusal = unfusable(site, call.shape, call.dtype, call.scale, device)
+    problem = problem_of(site, call)
+    if plan is not None and problem is not None and (why := unsupported(problem, plan)):
+        raise ValueError(f"{NAME}: {why}")
+    if call.shape.empty or call.shape.kv_rows == 0:
+        return Route(NAME, site.backend, False, "no query has anything to attend to: nothing to launch")
+    if refusal or problem is None:
+        way = "PyTorch's attention for each rank's keys in turn, put together in float32"
+        return Route(NAME, "fallback", False, f"{refusal}: {way}")
+    plan = plan or plan_for(problem)
+    return Route(NAME, site.backend, True, plan.reason, plan)
+
+
+def problem_of(site: Site, call: Call) -> Problem | None:
+    """A call as the planner sees it, on the rank that has most to do; None if no tile has its heads."""
+    s, dim = call.shape, padded_dim(call.shape.dim)
+    if dim is None:
+        return None
+    zigzag = call.placement == "zigzag"
+    keys = s.kv_rows * (site.world if not call.causal else site.world / 2 if zigzag else site.world - 0.5)
+    sent = 4 * (site.world - 1) * s.batch * s.kv_heads * s.kv_rows * dim
+    rows = s.rows // pieces(call.placement)
+    flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
+    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, site.backend == "processes")

@@ -1,16 +1,115 @@
-"""ring_attention: how it is computed where no fused kernel does it, and its gradients."""
+"""ring_attention: how it is computed, in one kernel or block by block, and its gradients."""
 
+import math
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
-from tileweave.fabric import Fabric
-from tileweave.ops.ring_attention.check import Call, block_of
+from tileweave.fabric import MAX_RANKS, Fabric, Variant
+from tileweave.ops.attention.launch import as_heads
+from tileweave.ops.descriptors import Box
+from tileweave.ops.ring_attention.check import NAME, Call, block_of
+from tileweave.ops.ring_attention.kernel import ring_attention_kernel
 from tileweave.ops.sequence.contract import heads_first, lse_dtype
 from tileweave.ops.sequence.local import attend, attend_backward, merge
+from tileweave.ops.sequence.placement import pieces
+from tileweave.ops.sequence.tensors import in_pieces, slots
 from tileweave.ops.sequence.travel import traveller
+from tileweave.planner import Plan
+from tileweave.planner.attention import ROWS, block_heads, query_bufs
 
+LOG2_E = math.log2(math.e)
+WARPS = 4  # of a consumer
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once."""
+
+    call: Call
+    q: Box
+    k: Box
+    v: Box
+    out: Box
+    slots: tuple
+    grid: int
+    tail: tuple
+    variant: Variant = field(default_factory=Variant)
+
+    def launch(
+        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch on the current stream; returns (out, lse). What TMA cannot address is copied."""
+        s, out = self.call.shape, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(s.batch, s.heads, s.rows, dtype=torch.float32, device=q.device)
+        q_desc, k_desc, v_desc = (
+            box.at(as_heads(x, self.call.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))
+        )
+        k_slots, v_slots = self.slots or (k_desc, v_desc)
+        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, k_slots, v_slots, *self.tail)
+        fabric.launch(ring_attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
+        return out, lse
+
+
+def fused(
+    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Prepared]:
+    """Launch the kernel on the current stream. Returns (out, lse), and what to use for later calls of the kind."""
+    given = q, k, v
+    q, k, v = (as_heads(x, call.layout) for x in given)
+    prepared = prepare(fabric, call, q, k, v, plan)
+    return prepared.launch(fabric, *given), prepared
+
+
+def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
+    """Everything of a call but the data; q, k and v as of `as_heads`. Collective when the channel must grow."""
+    s, world, (tile, keys, dim) = call.shape, fabric.world_size, plan.tile  # dim may be padded
+    parts, consumers = pieces(call.placement), tile // ROWS
+    rows, kv_batch_heads = s.rows // parts, s.batch * s.kv_heads
+    slot_bytes = 2 * world * kv_batch_heads * s.kv_rows * dim * call.dtype.itemsize if world > 1 else 0
+    channel = fabric.channel(NAME, 0, slot_bytes)
+    most, high = MAX_RANKS // world, math.ceil(s.kv_rows / keys)
+    height = block_heads(kv_batch_heads, most, 2 * high, plan.comm_sms)
+    padded = math.ceil(rows / tile) * tile
+    across, group = parts * padded // tile, s.heads // s.kv_heads
+    tiles = s.batch * s.heads * across
+    computing = min(fabric.sms - plan.comm_sms, tiles)
+    together = math.ceil(math.ceil(computing / across) / group) * group  # as many heads as are worked at anyway
+    tail = (
+        channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, tiles, call.scale * LOG2_E, s.heads,
+        s.kv_heads, s.batch * s.heads, group, rows, padded, s.kv_rows, together,
+        math.ceil(kv_batch_heads / height), height, math.ceil(2 * high * height / max(plan.comm_sms, 1)),
+        computing * consumers + plan.comm_sms,
+        world, call.causal, parts, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
+    )  # fmt: skip
+    query, key = (1, 1, 1, ROWS, dim), (1, 1, keys, dim)
+    out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
+    return Prepared(
+        call,
+        Box(in_pieces(q, parts), query),
+        Box(k, key),
+        Box(v, key),
+        Box(in_pieces(out, parts), query),
+        _slots(channel.staging, world, (kv_batch_heads, s.kv_rows, dim), call.dtype, keys) if world > 1 else (),
+        computing + plan.comm_sms,
+        tail,
+    )
+
+
+def _slots(arena: torch.Tensor, world: int, shape: tuple[int, int, int], dtype: torch.dtype, keys: int) -> tuple:
+    """Descriptors of the slots for K, which is NaN beyond its end, as an aborted wait wants it, and for V."""
+    k, v = slots(arena, 2, 2 * world, shape, dtype)
+    box = (1, 1, 1, keys, shape[2])
+    return Box(k, box, "nan").at(k), Box(v, box).at(v)
+
+
+def nothing(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of queries that see nothing, or of none."""
+    s = call.shape
+    lse = torch.full((s.batch, s.heads, s.rows), -math.inf, dtype=lse_dtype(q.dtype), device=q.device)
+    return q.new_zeros(q.shape), lse
 
 
 def unfused(

@@ -39,15 +39,19 @@ def ring_attention(
         placement: which tokens a rank has: "contiguous" or "zigzag", as `tileweave.place_sequence` cuts them. Zigzag
             gives all ranks the same work under a causal mask; a rank's number of tokens must be even then.
         return_lse: also return the log-sum-exp of the scores.
-        plan: a `Plan` to use instead of the planner's, the same on all ranks.
+        plan: a `Plan` to use instead of the planner's, the same on all ranks. Its tile is (queries, keys, D padded to
+            64, 128 or 256), its schedule "inter_sm": `comm_sms` SMs push this rank's k and v to the peers while the
+            others attend, to own keys first. One kernel; the keys of all ranks are in the workspace meanwhile.
 
     Returns:
         `out`, shape, dtype and layout of q, a fresh contiguous tensor, ready on the current stream; with `return_lse` a
         pair of that and `lse` `[B, H, S / world]`, the natural log, float32 (float64 of float64). Scores, sums and the
         merging of blocks are in float32. A token that sees nothing (T = 0) has out 0 and lse -inf.
 
-    Where there is no fused kernel for the call (`explain` says why) keys and values go round by torch.distributed, each
-    block travelling while the one before it is used by PyTorch's own attention.
+    The kernel takes bfloat16 and float16, D a multiple of 8 up to 256 and a positive scale; strides that TMA can address
+    (the last 1, the others multiples of 16 bytes) cost no copy. Anything else, and where the fabric does not allow it
+    (`explain` says why): keys and values go round by torch.distributed, at most two blocks beyond the own one, each
+    travelling while the one before it is used by PyTorch's own attention.
 
     It is the registered operator `torch.ops.tileweave.ring_attention` behind a function that resolves defaults:
 
@@ -55,11 +59,14 @@ def ring_attention(
       on all or none some input must require a gradient. Keys and values go round once more and their gradients, in
       float32, with them; the local part is PyTorch's flash or cuDNN kernel on CUDA. No second derivatives.
     - torch.compile traces it without a graph break, whatever the kind of `group`.
+    - A CUDA graph can hold it once it has been called with the same arguments but for the data.
     - Under torch.autocast inputs are cast as those of scaled_dot_product_attention.
 
     Raises:
         ValueError, TypeError: the arguments break the rules above; nothing has been launched.
-        RuntimeError: the group's world is not running.
+        RuntimeError: the group's world is not running, or the workspace would have to grow while a CUDA graph is
+            being captured.
+        FabricTimeout: a peer did not take part within the group's timeout.
     """
     options = causal, scale, layout, placement
     check_kinds(q, k, v, causal, scale, plan, return_lse)

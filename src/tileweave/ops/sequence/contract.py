@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from tileweave.ops.contract import Like
+from tileweave.fabric import MAX_RANKS
+from tileweave.ops.contract import DTYPES, Like, Site
 from tileweave.planner import Plan
+from tileweave.planner.attention import DIMS, padded_dim
 
 LAYOUTS = ("bhsd", "bshd")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -101,3 +103,22 @@ def check_shape(name: str, q: Like, k: Like, v: Like, causal: bool, scale: float
     if scale is not None and not math.isfinite(scale):
         raise ValueError(f"{name}: scale must be finite, or None for 1 / sqrt({shape.dim}), got {scale}")
     return shape
+
+
+def unfusable(site: Site, shape: Shape, dtype: torch.dtype, scale: float, device: torch.device) -> str | None:
+    """Why no fused kernel computes a call, whatever the op; None if one does."""
+    if site.refusal:
+        return site.refusal
+    if dtype not in DTYPES:
+        return f"the kernel takes bfloat16 and float16, not {dtype}"
+    if shape.dim % 8 or padded_dim(shape.dim) is None:
+        return f"heads have dimension {shape.dim}, the kernel takes multiples of 8 up to {DIMS[-1]}"
+    if scale <= 0:
+        return f"scale is {scale}, the kernel takes positive ones"
+    if site.world > MAX_RANKS:
+        return f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
+    if site.world > 1 and site.sms < 2:
+        return "one SM cannot communicate while it computes"
+    if device.type != site.device.type:
+        return f"q is on {device}, the ranks of this world are on {site.device}"
+    return None

@@ -5,8 +5,12 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from tileweave.fabric import Fabric
 from tileweave.ops.contract import operand_dtype
+from tileweave.ops.descriptors import ALIGN
 from tileweave.ops.library import LIBRARY
+
+KINDS = 256  # kinds of calls that a channel remembers
 
 
 def is_plain(*tensors: Any) -> bool:
@@ -26,6 +30,31 @@ def is_plain(*tensors: Any) -> bool:
         and operand_dtype(x) == x.dtype
         for x in tensors
     )
+
+
+def kind(x: torch.Tensor) -> tuple | None:
+    """All that a prepared launch depends on in a tensor; None of what is no tensor."""
+    return (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGN) if isinstance(x, torch.Tensor) else None
+
+
+def recall(fabric: Fabric, name: str, kinds: tuple, q: Any) -> tuple | None:
+    """(agreement, prepared launch) of an earlier call of the same kind; None if there was none, or while capturing, as
+    the channel has to be told."""
+    remembered = fabric.views(name)
+    try:
+        known = remembered.get(kinds) if remembered else None
+    except TypeError:  # an option of a kind that cannot be remembered, nor be right
+        return None
+    return None if known is not None and q.is_cuda and torch.cuda.is_current_stream_capturing() else known
+
+
+def remember(fabric: Fabric, name: str, kinds: tuple, agreement: Any, prepared: Any) -> None:
+    """Keep what later calls of the kind need; nothing if `prepared` is None."""
+    remembered = fabric.views(name)
+    if prepared is not None and remembered is not None:
+        if len(remembered) == KINDS:
+            remembered.clear()
+        remembered[kinds] = agreement, prepared
 
 
 def refuse_transforms(name: str, *tensors: torch.Tensor) -> None:

@@ -1,0 +1,326 @@
+"""ring attention, inter-SM: communicator CTAs push this rank's K and V to the peers; queries attend to own ones first.
+
+Queries of rank r attend to what ranks r, r-1, r-2, ... hold, in turn: own K and V as they lie, then those in a slot that
+their owners fill, all in one launch with O, maximum and sum in registers. So communicators push to rank r+1, which needs
+it first, then to r+2, ...; a block of heads at a time to everybody, in the order in which tiles take heads up.
+
+A rank's rows are PIECES runs of `rows` that are apart in the sequence: 1, or 2 in zigzag order, rank r having the r-th and
+the r-th last. No tile spans two: q and out have the piece as a dimension, and the row of a tile counts pieces as padded to
+whole tiles. With CAUSAL a piece sees
+
+| keys of | piece 0 | piece 1 (zigzag) |
+|---|---|---|
+| rank r itself | its diagonal | its diagonal |
+| earlier ranks | all of contiguous keys, the first half of zigzag ones | the first half |
+| later ranks | nothing | all |
+
+and what no row of the receiver sees is not sent. Two slots alternate by the epoch. Besides the tables of the template and
+of the communicator:
+
+| word or barrier | written by | waited for by | order, scope | why its reuse is safe |
+|---|---|---|---|---|
+| flags[d][b * WORLD + r] = epoch | rank r, the last communicator that sent d of its b-th block of heads; at once where d sees nothing | rank d's loaders, before a segment of these heads; d's first communicator, b = 0, before it ends | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
+| slot e % 2 of rank d | peers in call e (TMA stores) | d's loaders after flags | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
+| state[DONE] | every storer and communicator at its end | nobody; the last one advances the epoch | acq_rel, gpu | the last one puts it back to 0 |
+| state[EPOCH] | the last one | next launch (kernel boundary) | stream order | read by all CTAs before they arrive at DONE |
+| state[NEXT] | the template's counter of tiles | nobody | relaxed, gpu | 0 between launches |
+
+A wait that times out makes the loader load K from beyond the slot, which TMA fills with NaN: every role keeps its counts.
+"""
+
+from tileweave import lang as gl
+from tileweave.tiles.attention import (
+    NO_MASK,
+    Attention,
+    load_kv,
+    locate_tile,
+    log_sum_exp,
+    make_attention,
+    no_communicator,
+    normalize,
+    nothing_before_q,
+    run_attention,
+)
+from tileweave.tiles.channel import Channel
+from tileweave.tiles.communicator import send_blocks
+from tileweave.tiles.matmul import DONE, EPOCH
+
+NEXT = gl.constexpr(127)  # the last word of `state`: behind the communicators' counters, a block and receiver each
+REFRESH = gl.constexpr(1 << 20)
+
+
+@gl.aggregate
+class Sender:
+    """What communicators take of the CTA: the ring that they send through, their counters, how many they are."""
+
+    ring: Channel
+    state: gl.tensor
+    COMM_SMS: gl.constexpr
+
+    @gl.constexpr_function
+    def __init__(self, ring, state, COMM_SMS):
+        self.ring, self.state, self.COMM_SMS = ring, state, gl.constexpr(COMM_SMS)
+
+
+@gl.aggregate
+class Work:
+    """What the roles share besides the template's."""
+
+    attention: Attention
+    matmul: Sender  # by the name that tiles/communicator.py knows
+    flags: gl.Flags
+    out: gl.tensor_descriptor  # [batch, heads, PIECES, rows, D], as q
+    k_slots: gl.tensor_descriptor  # [world, slot x source, batch x heads of K and V, cols, D], any rank's
+    v_slots: gl.tensor_descriptor
+    lse: gl.tensor  # [batch, heads, PIECES * rows]
+    heads: gl.tensor
+    kv_heads: gl.tensor
+    batch_heads: gl.tensor
+    rows: gl.tensor  # of a piece
+    padded: gl.tensor  # the same in whole tiles
+    cols: gl.tensor
+    together: gl.tensor
+    blocks: gl.tensor  # of heads of K and V, all batches counted
+    height: gl.tensor  # heads in one
+    share: gl.tensor  # of a block for one receiver: tiles for each communicator
+    ends: gl.tensor  # storers and communicators of the grid
+    epoch: gl.tensor
+    CAUSAL: gl.constexpr
+    PIECES: gl.constexpr
+    FLAGS: gl.constexpr  # blocks that there are flags for
+
+    @gl.constexpr_function
+    def __init__(
+        self, attention, matmul, flags, out, k_slots, v_slots, lse, heads, kv_heads, batch_heads, rows, padded, cols,
+        together, blocks, height, share, ends, epoch, CAUSAL, PIECES, FLAGS,
+    ):  # fmt: skip
+        self.attention, self.matmul, self.flags, self.out = attention, matmul, flags, out
+        self.k_slots, self.v_slots, self.lse = k_slots, v_slots, lse
+        self.heads, self.kv_heads, self.batch_heads = heads, kv_heads, batch_heads
+        self.rows, self.padded, self.cols, self.together = rows, padded, cols, together
+        self.blocks, self.height, self.share, self.ends, self.epoch = blocks, height, share, ends, epoch
+        self.CAUSAL, self.PIECES, self.FLAGS = gl.constexpr(CAUSAL), gl.constexpr(PIECES), gl.constexpr(FLAGS)
+
+
+# ---------------------------------------------------------------- the attention of one GPU
+
+
+@gl.jit
+def locate(work, n):
+    """The n-th tile: its batch, head and first row, in padded pieces."""
+    TILE: gl.constexpr = work.attention.CONSUMERS * work.attention.ROWS
+    head, row = locate_tile(n, work.batch_heads, work.PIECES * work.padded, TILE, work.together)
+    return head // work.heads, head % work.heads, row
+
+
+@gl.jit
+def in_piece(work, row):
+    """The piece of a row of padded pieces, and the row in it."""
+    piece = row * 0
+    if work.PIECES == 2:
+        piece += (row >= work.padded).to(gl.int32)
+    return piece, row - piece * work.padded
+
+
+@gl.jit
+def load_q(work, buf, bar, batch, head, row, there):
+    """Loader: ROWS rows of q."""
+    piece, row = in_piece(work, row)
+    gl.tma_load(work.attention.q_desc, [batch, head, piece, row, 0], bar, buf)
+
+
+@gl.jit
+def epilogue(work, o, peak, total, MINE: gl.constexpr, batch, head, row, LAYOUT: gl.constexpr):
+    """Consumer: normalize, and store the log-sum-exp of the rows."""
+    piece, first_row = in_piece(work, row)
+    rows = first_row + gl.arange(0, work.attention.ROWS, gl.SliceLayout(1, LAYOUT))
+    first = ((batch * work.heads + head).to(gl.int64) * work.PIECES + piece) * work.rows
+    gl.store(work.lse + first + rows, log_sum_exp(work, peak, total), mask=rows < work.rows)
+    return normalize(work, o, peak, total, MINE, batch, head, row, LAYOUT)
+
+
+@gl.jit
+def store(work, batch, head, row, buf):
+    """Storer: ROWS rows of the result."""
+    piece, row = in_piece(work, row)
+    gl.tma_store(work.out, [batch, head, piece, row, 0], buf)
+
+
+# ---------------------------------------------------------------- what the ring adds
+
+
+@gl.jit
+def segments(work, row):
+    """Ranks of whose keys a tile sees some: of a causal first piece the earlier ones."""
+    last = work.flags.rank * 0 + work.flags.world - 1
+    if work.CAUSAL:
+        last = gl.where(row < work.padded, work.flags.rank, last)
+    return last + 1
+
+
+@gl.jit
+def segment(work, row, i):
+    """The i-th rank that a tile attends to, and what it sees of its keys."""
+    source = (work.flags.rank + work.flags.world - i) % work.flags.world
+    cols, offset = work.cols, work.cols * 0 + NO_MASK
+    if work.CAUSAL:
+        piece, first_row = in_piece(work, row)
+        own = piece * (work.rows - work.padded)  # rows of the second piece without the padding of the first
+        offset = gl.where(source == work.flags.rank, own, offset)
+        cols = gl.where(source < work.flags.rank, cols // work.PIECES, cols)
+    return source, 0, cols, offset
+
+
+@gl.jit
+def before_kv(work, batch, head, source, known):
+    """Loader: wait for a source's keys of the head's block. `known`: blocks of which those of all sources have come."""
+    flags = work.flags
+    block = (batch * work.kv_heads + head // work.attention.group) // work.height
+    there = known == known
+    if (source != flags.rank) & (known <= block):
+        there = gl.wait(flags, block * flags.world + source, work.epoch)
+        gl.fence_proxy_async()
+        if there & (source == (0 if work.CAUSAL and work.PIECES == 1 else (flags.rank + 1) % flags.world)):
+            known = block + 1
+    return there, known
+
+
+@gl.jit
+def load_any(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there):
+    """Loader: a block of K or V, own or from a slot."""
+    if work.flags.world == 1:
+        load_kv(work, buf, bar, IS_V, batch, head, source, row, there)
+    elif source == work.flags.rank:
+        load_kv(work, buf, bar, IS_V, batch, head, source, row, there)
+    else:
+        place = (work.epoch & 1) * work.flags.world + source
+        at = [place, batch * work.kv_heads + head // work.attention.group, gl.where(there, row, work.cols), 0]
+        if IS_V:
+            gl.load_async(work.v_slots, work.flags.rank, at, moved(buf, work.v_slots), bar)
+        else:
+            gl.load_async(work.k_slots, work.flags.rank, at, moved(buf, work.k_slots), bar)
+
+
+@gl.jit
+def moved(buf, like):
+    """A buffer of the ring in the shape that descriptor `like` moves."""
+    return gl.reinterpret(buf, like.dtype, like.block_shape, like.layout)
+
+
+@gl.jit
+def reach(work):
+    """How many ranks this one sends to: of contiguous causal rows the later ones."""
+    flags = work.flags
+    return flags.world - 1 - flags.rank * (1 if work.CAUSAL and work.PIECES == 1 else 0)
+
+
+@gl.jit
+def receiver(work, block):
+    """Whom a block goes to: the next rank first, then on to the next block of heads."""
+    return (work.flags.rank + 1 + block % reach(work)) % work.flags.world
+
+
+@gl.jit
+def item(work, block, i):
+    """This CTA's i-th tile of a block: of V or of K, the head, the row; beyond the end where there is nothing to send."""
+    high = gl.cdiv(work.cols, work.attention.BN)
+    t = i * work.matmul.COMM_SMS + gl.program_id(0)
+    row = t // 2 % high * work.attention.BN
+    nothing = t // 2 // high >= work.height
+    if work.CAUSAL and work.PIECES == 2:
+        nothing = nothing | ((receiver(work, block) > work.flags.rank) & (row >= work.cols // 2))
+    return t % 2, block // reach(work) * work.height + t // 2 // high, gl.where(nothing, work.cols, row)
+
+
+@gl.jit
+def fetch(work, block, i, at):
+    """Communicator: a tile of own K or V."""
+    att = work.attention
+    is_v, head, row = item(work, block, i)
+    where = [head // work.kv_heads, head % work.kv_heads, row, 0]
+    gl.mbarrier_expect(att.ring.ready_at(at), att.BN * att.D * 2)
+    if is_v == 1:
+        gl.tma_load(att.v_desc, where, att.ring.ready_at(at), att.kv_bufs.index(at.slot))
+    else:
+        gl.tma_load(att.k_desc, where, att.ring.ready_at(at), att.kv_bufs.index(at.slot))
+
+
+@gl.jit
+def send(work, block, i, at, epoch):
+    """Communicator: push it into this rank's place in a slot."""
+    is_v, head, row = item(work, block, i)
+    where = [(epoch & 1) * work.flags.world + work.flags.rank, head, row, 0]
+    if is_v == 1:
+        gl.store_async(
+            work.v_slots, receiver(work, block), where, moved(work.attention.kv_bufs.index(at.slot), work.v_slots)
+        )
+    else:
+        gl.store_async(
+            work.k_slots, receiver(work, block), where, moved(work.attention.kv_bufs.index(at.slot), work.k_slots)
+        )
+
+
+@gl.jit
+def tell(work, block, epoch):
+    """Communicator: raise the flag of a block, now and then with those that a call of so few blocks leaves out."""
+    first = block // reach(work)
+    end = gl.where(epoch % REFRESH == 0, work.FLAGS, first + 1)
+    for b in range(first, end, work.blocks):
+        gl.signal(work.flags, receiver(work, block), b * work.flags.world + work.flags.rank, epoch)
+
+
+@gl.jit
+def communicate(work):
+    """Communicator: tell those that see nothing of this rank's keys, then send to the others."""
+    if work.CAUSAL and work.PIECES == 1:
+        if gl.program_id(0) == 0:
+            for peer in range(0, work.flags.rank):
+                for b in range(0, gl.where(work.epoch % REFRESH == 0, work.FLAGS, 1)):
+                    gl.signal(work.flags, peer, b * work.flags.world + work.flags.rank, work.epoch)
+    send_blocks(work, reach(work) * work.blocks, work.share, work.epoch, fetch, send, tell)
+    if gl.program_id(0) == 0:
+        gl.wait_all(work.flags, 0, work.flags.world, work.epoch, skip=work.flags.rank)
+    finish(work)
+
+
+@gl.jit
+def finish(work):
+    """A storer's or communicator's end; the last one advances the epoch."""
+    state = work.matmul.state
+    if work.flags.world > 1:
+        gl.barrier()
+        if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.ends - 1:
+            gl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")
+            gl.atomic_xchg(state + EPOCH, work.epoch, sem="relaxed", scope="gpu")
+
+
+# ---------------------------------------------------------------- the kernel
+
+
+@gl.jit(do_not_specialize=[
+    "rank", "flags_stride", "timeout_us", "tiles", "scale", "heads", "kv_heads", "batch_heads", "group", "rows", "padded", "cols",
+    "together", "blocks", "height", "share", "ends",
+])  # fmt: skip
+def ring_attention_kernel(
+    rank, q_desc, k_desc, v_desc, out_desc, lse, k_slots_desc, v_slots_desc, flags_ptr, flags_stride, state, timeout_us,
+    tiles, scale, heads, kv_heads, batch_heads, group, rows, padded, cols, together, blocks, height, share, ends,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, PIECES: gl.constexpr, FLAGS: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr,
+):  # fmt: skip
+    """softmax(scale * q K^T, masked) V, of q [batch, heads, PIECES, rows, D] and the k, v [batch, kv_heads, cols, D] of all
+    ranks. scale has log2(e) in it. Grid: co-resident CTAs, one per SM."""
+    gl.grid_dependency_wait()
+    flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
+    att = make_attention(
+        q_desc, k_desc, v_desc, state + NEXT, tiles, scale, group, CONSUMERS, STAGES, Q_BUFS, TAKE_TURNS, COMM_SMS
+    )  # fmt: skip
+    work = Work(
+        att, Sender(att.ring, state, COMM_SMS), flags, out_desc, k_slots_desc, v_slots_desc, lse, heads, kv_heads,
+        batch_heads, rows, padded, cols, together, blocks, height, share, ends, gl.load(state + EPOCH) + 1, CAUSAL, PIECES,
+        FLAGS,
+    )  # fmt: skip
+    COMMUNICATE: gl.constexpr = communicate if COMM_SMS > 0 else no_communicator
+    run_attention(
+        work, locate, segments, segment, nothing_before_q, load_q, before_kv, load_any, epilogue, store, finish,
+        COMMUNICATE,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""Plans of the attention ops: a tile for each head dimension, and how many SMs communicate.
+
+`Plan.tile` is (query rows, keys, head dimension) of a CTA's step; `stages` counts blocks of keys and of values.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+from tileweave.planner.hardware import H200, Hardware
+from tileweave.planner.plan import Plan
+from tileweave.planner.tiling import BARRIER_BYTES, overlapped
+
+ROWS = 64  # query rows of a consumer, a warp group
+DIMS = (64, 128, 256)  # of a tile: a head's dimension is padded to the next of them
+TILES = {64: ((128, 128, 64), 8), 128: ((128, 128, 128), 5), 256: ((128, 32, 256), 8)}  # of each: tile and stages
+COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
+SM_GBS = 36.0  # what one SM is counted on to push, as for all_gather_matmul
+TFLOPS = {64: 450.0, 128: 620.0, 256: 450.0}  # of all SMs of an H200, by head dimension
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of an attention op as the planner sees it, on the rank that has most to do.
+
+    name: of the op; dim: of a head, padded; rows: of a run of queries, which no tile leaves; sms: that the kernel may
+    use; flops: of this rank; sent: bytes that it pushes to peers; linked: whether peers are behind a link (False for
+    virtual and emulated ranks).
+    """
+
+    name: str
+    dim: int
+    rows: int
+    world: int
+    sms: int
+    flops: float
+    sent: int
+    linked: bool = True
+
+
+def padded_dim(dim: int) -> int | None:
+    """A tile's columns for heads of dimension `dim`; None for what is too large."""
+    return next((each for each in DIMS if each >= dim), None)
+
+
+def query_bufs(dim: int) -> int:
+    """Query tiles that a CTA holds: the next one comes early where there is room."""
+    return 2 if dim < 256 else 1
+
+
+def shared_bytes(plan: Plan) -> int:
+    """Shared memory of a CTA: query buffers, the ring of keys and values, barriers."""
+    rows, keys, dim = plan.tile
+    return 2 * dim * (query_bufs(dim) * rows + plan.stages * keys) + BARRIER_BYTES
+
+
+def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` cannot run `problem`, naming the legal values; None if it can. Planner and launch both ask here."""
+    name, dim = problem.name, problem.dim
+    if plan.mechanism != "tma":
+        return f"plan.mechanism={plan.mechanism!r}: {name} has 'tma'"
+    if plan.schedule != "inter_sm":
+        return f"plan.schedule={plan.schedule!r}: {name} has 'inter_sm'"
+    if plan.split != 1:
+        return f"plan.split={plan.split}: {name} has 1"
+    most = problem.sms - 1
+    if problem.world == 1:
+        if plan.comm_sms != 0:
+            return f"plan.comm_sms={plan.comm_sms}: a world of one has 0, as there is nobody to send to"
+    elif not 1 <= plan.comm_sms <= most:
+        return f"plan.comm_sms={plan.comm_sms}: {name} has 1 to {most} with {problem.sms} SMs"
+    if plan.tile not in {(rows, keys, dim) for rows in (64, 128) for keys in (16, 32, 64, 128)}:
+        return f"plan.tile={plan.tile}: query rows are 64 or 128, keys 16, 32, 64 or 128, the head dimension {dim}"
+    if plan.stages < 3:
+        return f"plan.stages={plan.stages}: the ring of keys and values needs at least 3"
+    if shared_bytes(plan) > hardware.shared_bytes:
+        return (
+            f"plan.tile={plan.tile} with plan.stages={plan.stages} needs {shared_bytes(plan)} bytes of shared memory, "
+            f"a CTA has {hardware.shared_bytes}"
+        )
+    return None
+
+
+def predict_us(problem: Problem, plan: Plan, hardware: Hardware = H200) -> float:
+    """T_launch + max(T_compute, T_communicate) + T_sync in microseconds."""
+    sms = problem.sms - plan.comm_sms
+    compute = hardware.launch_us + problem.flops / (TFLOPS[problem.dim] * 1e6 * sms / hardware.sms)
+    if problem.world == 1:
+        return compute
+    rate = plan.comm_sms * SM_GBS
+    send = hardware.launch_us + problem.sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
+    return overlapped(compute, send) + hardware.sync_us
+
+
+def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
+    """All plans that can run `problem`, each with its predicted microseconds, the fastest first."""
+    tile, stages = TILES[problem.dim]
+    if problem.rows <= ROWS:
+        tile = (ROWS, *tile[1:])
+    plans = [
+        Plan("tma", "inter_sm", tile, stages, 1, comm_sms) for comm_sms in (COMM_SMS if problem.world > 1 else (0,))
+    ]
+    found = [(predict_us(problem, plan, hardware), plan) for plan in plans if not unsupported(problem, plan, hardware)]
+    return sorted(found, key=lambda each: each[0])
+
+
+def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
+    """The fastest supported plan by the cost model. At least two SMs, unless the world is of one."""
+    cost, plan = candidates(problem, hardware)[0]
+    if problem.world == 1:
+        way = "one rank, so nothing travels: plain attention"
+    else:
+        way = (
+            "what arrives is read by many tiles, so SMs that only communicate bring it once "
+            f"(inter-SM, TMA push by {plan.comm_sms} of {problem.sms} SMs)"
+        )
+    reason = f"{way}; tiles of {plan.tile[0]} queries x {plan.tile[1]} keys"
+    return replace(plan, predicted_us=round(cost, 1), reason=reason)
+
+
+def block_heads(heads: int, most: int, tiles: int, comm_sms: int) -> int:
+    """Heads in a block, about which peers are told at once: of `heads` in at most `most` blocks, each of at least four
+    tiles for each communicator, of the `tiles` that a head has, lest counting and telling take longer than pushing."""
+    return max(math.ceil(heads / most), min(heads, math.ceil(4 * comm_sms / max(tiles, 1))), 1)
