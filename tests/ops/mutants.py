@@ -10,14 +10,14 @@ SOURCES = Path(tileweave.__file__).parent
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
 
 
-def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter"):
+def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", template=MATMUL):
     """Put the kernel of `op` with edits (old, new) of `file` in place of the real one; an old text must occur exactly
     once.
 
-    `folder`: where the edited copies are written.
+    `folder`: where the edited copies are written; `template`: the tile file that the kernel is made of.
     """
     modules = {}
-    for path in (CHANNEL, MATMUL, f"ops/{op}/kernel.py"):
+    for path in (CHANNEL, template, f"ops/{op}/kernel.py"):
         text = (SOURCES / path).read_text()
         for old, new in edits if path == file else ():
             assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
