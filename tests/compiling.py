@@ -8,6 +8,7 @@ compiled is what would run. Run in a subprocess: a process can hold one Triton o
 
 import json
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -93,6 +94,7 @@ def words() -> dict:
     return compile_report(w.every_primitive, (0, pt, x, 1 << 40, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
 
 
+INTER_SM = Plan(schedule="inter_sm", comm_sms=8)
 VARIANTS = {
     "add": reduce_scatter,
     "deterministic": lambda: reduce_scatter(deterministic=True),
@@ -116,6 +118,16 @@ VARIANTS = {
     ),
     "average, a transposed, b not, shared tiles": lambda: reduce_scatter(
         transposed=(True, False), op="avg", plan=Plan(tile=(128, 256, 64), stages=4, split=2)
+    ),
+    "inter-SM, add": lambda: reduce_scatter(plan=INTER_SM),
+    "inter-SM, deterministic, shared tiles": lambda: reduce_scatter(
+        deterministic=True, rows=100, plan=replace(INTER_SM, tile=(128, 128, 64), split=2)
+    ),
+    "inter-SM, float32 result, one multiplier": lambda: reduce_scatter(
+        out=torch.float32, transposed=(True, False), op="avg", plan=replace(INTER_SM, tile=(64, 256, 64))
+    ),
+    "inter-SM, float8 operands": lambda: reduce_scatter(
+        dtype=torch.float8_e4m3fn, scaled=True, plan=replace(INTER_SM, tile=(128, 256, 128))
     ),
     **{
         tiling_name(tiling, split): lambda tiling=tiling, split=split: reduce_scatter(

@@ -22,6 +22,10 @@ NAMES = (
     "deterministic, shared tiles",
     "float32 result, shared tiles",
     "average, a transposed, b not, shared tiles",
+    "inter-SM, add",
+    "inter-SM, deterministic, shared tiles",
+    "inter-SM, float32 result, one multiplier",
+    "inter-SM, float8 operands",
     *(tiling_name(tiling, split) for tiling in TILINGS for split in (1, 2)),
     "words",
 )

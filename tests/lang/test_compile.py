@@ -13,7 +13,7 @@ from tests.compiling_variants import NAMES
 
 ROOT = Path(__file__).parents[2]
 SHARED_LIMIT = 227 * 1024
-WITHOUT_ADDS = ("deterministic", "deterministic, shared tiles")
+WITHOUT_ADDS = ("deterministic", "deterministic, shared tiles", "inter-SM, deterministic, shared tiles")
 # Some words of worker warps, under the oldest Triton only; none of them in a loop over K.
 SPILLED_BYTES = {("3.6.0", "tile (256, 128, 64), 4 stages, split 2"): 24}
 

@@ -32,7 +32,8 @@ EARLY = """            if not finished:  # early, as its round trip is long: the
                 finished = epoch == epoch
 """
 PERFORMED = "        gl.store_wait(0)\n        gl.barrier()\n        sent"
-ALL_FLAGS = "gl.wait_all(work.flags, 0, work.flags.world, epoch, skip=owner)"
+ALL_FLAGS = "gl.wait_all(work.flags, first, work.flags.world, epoch, skip=phase)"
+EXPECTS = "gl.mbarrier_expect(bar, mm.BM * mm.WIDTH * (work.out.dtype.primitive_bitwidth // 8))"
 LOADERS_MEET = "            met = MEET(work, owner, epoch)\n            previous = owner\n        for j in range(share, mm.BN // mm.WIDTH, shares):\n            at ="
 GIVEN = """    for j in gl.static_range(mm.BN // mm.WIDTH):
         if j % mm.split != share:
@@ -54,8 +55,8 @@ MUTANTS = {
     "one buffer for all parts": (MATMUL, [("HALF * mm.result_0.STAGES + at.slot", "HALF * mm.result_0.STAGES")], "R"),
     "the same buffers for both multipliers": (MATMUL, [("HALF * mm.result_0.STAGES + at.slot", "at.slot")], "R"),
     "sends into the wrong slot": (KERNEL, [("owner, [slot, row, col], buf", "owner, [slot ^ 1, row, col], buf")], "RW"),
-    "stores into the wrong slot": (KERNEL, [("[slot * flags.world + flags.rank, row", "[(slot ^ 1) * flags.world + flags.rank, row")], "RW"),
-    "stores into the place of another source": (KERNEL, [("[slot * flags.world + flags.rank, row", "[slot * flags.world + owner, row")], "RW"),
+    "stores into the wrong slot": (KERNEL, [("[slot * work.flags.world + work.flags.rank, row", "[(slot ^ 1) * work.flags.world + work.flags.rank, row")], "RW"),
+    "stores into the place of another source": (KERNEL, [("[slot * work.flags.world + work.flags.rank, row", "[slot * work.flags.world + owner, row")], "RW"),
     "one slot for all calls": (KERNEL, [("    slot = epoch & 1\n", "    slot = epoch & 0\n"), ("place = epoch & 1", "place = epoch & 0"), ("(epoch & 1).to(gl.int64)", "(epoch & 0).to(gl.int64)")], "R"),
     # storer: who is told
     "published after the read wait only": (KERNEL, [(PERFORMED, "        gl.barrier()\n        sent")], "R"),
@@ -64,22 +65,22 @@ MUTANTS = {
     "flag raised by the last storer but one": (KERNEL, [("== all_parts - count)", "== all_parts - 2 * count)")], "RD"),
     "flag raised by every storer": (KERNEL, [("== all_parts - count)", ">= 0)")], "R"),
     "parts of one multiplier expected": (KERNEL, [("(work.matmul.BN // work.matmul.WIDTH) * work.matmul.HALVES", "(work.matmul.BN // work.matmul.WIDTH)")], "RD"),
-    "one part a tile expected": (KERNEL, [("tiles_per_owner(work) * (work.matmul.BN // work.matmul.WIDTH) * ", "tiles_per_owner(work) * ")], "RD"),
+    "one part a tile expected": (KERNEL, [("tiles * (work.matmul.BN // work.matmul.WIDTH) * ", "tiles * ")], "RD"),
     "one part a tile counted": (MATMUL, [("            count += 1\n", ""), ("        after, next_share", "        count += 1\n        after, next_share")], "D"),
     "counted again for the next owner": (MATMUL, [("            count = 0\n", "")], "RD"),
     "all parts counted for the last owner": (MATMUL, [("if (next_owner != owner) | (after >= mm.tiles):", "if after >= mm.tiles:")], "D"),
     "count not put back": (KERNEL, [('            gl.atomic_xchg(sent, 0, sem="relaxed", scope="gpu")\n', "")], "RD"),
     "does not tell one peer": (KERNEL, [("            gl.signal(work.flags, owner, work.flags.rank, epoch)", "            gl.signal(work.flags, work.flags.rank, work.flags.rank, epoch)")], "D"),
     # what the peers have sent
-    "does not wait for the peers": (KERNEL, [(ALL_FLAGS, "owner == owner")], "R"),
+    "does not wait for the peers": (KERNEL, [(ALL_FLAGS, "epoch == epoch")], "R"),
     "waits for the previous call's flags": (KERNEL, [(ALL_FLAGS, ALL_FLAGS.replace("epoch", "epoch - 1"))], "R"),
-    "waits for one peer only": (KERNEL, [(ALL_FLAGS, "gl.wait(work.flags, (owner + 1) % work.flags.world, epoch)")], "R"),
+    "waits for one peer only": (KERNEL, [(ALL_FLAGS, "gl.wait(work.flags, (phase + 1) % work.flags.world, epoch)")], "R"),
     "does not wait for the last peer": (KERNEL, [(ALL_FLAGS, ALL_FLAGS.replace("work.flags.world", "work.flags.world - 1"))], "R"),
     "loader does not wait for the peers": (MATMUL, [(LOADERS_MEET, LOADERS_MEET.replace("MEET(work, owner, epoch)", "epoch == epoch"))], "R"),
     "no proxy fence after the flags": (KERNEL, [("        gl.fence_proxy_async()\n    return met", "    return met")], "R"),
     "a peer's part loaded over an unread one": (KERNEL, [("            mm.ring.producer_wait(at)\n", "")], "RP"),
-    "expects too few bytes of a peer's part": (KERNEL, [("bitwidth // 8))", "bitwidth // 16))")], "RDP"),
-    "expects too many bytes of a peer's part": (KERNEL, [("bitwidth // 8))", "bitwidth // 4))")], "D"),
+    "expects too few bytes of a peer's part": (KERNEL, [(EXPECTS, EXPECTS.replace("// 8", "// 16"))], "RDP"),
+    "expects too many bytes of a peer's part": (KERNEL, [(EXPECTS, EXPECTS.replace("// 8", "// 4"))], "D"),
     "loads the parts into one buffer": (KERNEL, [("part_buf(mm, at, half, work.slots), bar", "part_buf(mm, mm.ring.start(), half, work.slots), bar")], "RW"),
     "a peer's part takes no place in the loader's ring": (KERNEL, [("            at = mm.ring.next(at)\n    return at", "    return at")], "RDP"),
     "a peer's part takes no place in the multiplier's ring": (KERNEL, [("            at = work.matmul.ring.next(at)\n", "")], "RDP"),
@@ -127,7 +128,7 @@ MUTANTS = {
     "waits for all wgmma each step": (MATMUL, [("num_outstanding=1, deps=[pending]", "num_outstanding=0, deps=[pending]")], None),
     "a barrier more": (KERNEL, [(PERFORMED, PERFORMED.replace("        sent", "        gl.barrier()\n        sent"))], None),
     "a fence more": (KERNEL, [("        gl.fence_proxy_async()\n    return met", "        gl.fence_proxy_async()\n        gl.fence_proxy_async()\n    return met")], None),
-    "waits for the peers in another order": (KERNEL, [(ALL_FLAGS, "gl.wait_all(work.flags, owner + 1, work.flags.world - 1 - owner, epoch) & gl.wait_all(work.flags, 0, owner, epoch)")], None),
+    "waits for the peers in another order": (KERNEL, [(ALL_FLAGS, "gl.wait_all(work.flags, phase + 1, work.flags.world - 1 - phase, epoch) & gl.wait_all(work.flags, 0, phase, epoch)")], None),
     "full wait before the buffer is released": (MATMUL, [(READ_WAIT, READ_WAIT.replace("            result", "            gl.store_wait(0)\n            result"))], None),
     "published after each tile": (MATMUL, [("if (next_owner != owner) | (after >= mm.tiles):", "if epoch == epoch:")], None),
     "epoch advanced at the end": (MATMUL, [(EARLY, "")], None),
@@ -169,14 +170,14 @@ MUTANTS_OF_SHARES = {
 }  # fmt: skip
 
 
-def outcome(seed, world, rows, n, k, sms, tile, split=1):
+def outcome(seed, world, rows, n, k, sms, tile, split=1, schedule="intra_sm", comm_sms=0):
     """What four calls of all ranks come to under one schedule: R, D, P, W (wrong result) or None.
 
     Odd seeds take the deterministic mode.
     """
     deterministic = bool(seed % 2)
     calls = [(*operands(world, world * rows, n, k, seed=i)[:2], {}) for i in range(4)]
-    plan = Plan(tile=tile, stages=2, split=split)
+    plan = Plan(schedule=schedule, tile=tile, stages=2, split=split, comm_sms=comm_sms)
     try:
         with tw.virtual_world(world, device="cpu", seed=seed, sms=sms) as w:
             results = run_calls(w, calls, deterministic=deterministic, plan=plan)

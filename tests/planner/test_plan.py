@@ -4,10 +4,12 @@ import dataclasses
 
 import pytest
 
+from tileweave.fabric.base import STATE_WORDS
 from tileweave.planner import Plan, Problem, candidates, plan_for, unsupported
 from tileweave.planner.hardware import H200
-from tileweave.planner.plan import predict_us
-from tileweave.planner.tiling import TILINGS
+from tileweave.planner.plan import blocks_of, predict_us
+from tileweave.planner.tiling import TILINGS, tiles_of
+from tileweave.tiles.matmul import FIRST_SHARE
 
 BIG = Problem(m=8192, n=8192, k=4096, world=4, message_bytes=2, sms=132)
 
@@ -71,8 +73,15 @@ def test_the_prediction_is_no_better_than_each_limit():
     "change, legal",
     [
         (dict(mechanism="copy_engine"), "'tma'"),
-        (dict(schedule="none"), "'intra_sm'"),
+        (dict(schedule="one_shot"), "has 'intra_sm', 'inter_sm', 'none'"),
         (dict(comm_sms=4), "has 0"),
+        (dict(schedule="none", comm_sms=4), "the none schedule has 0"),
+        (dict(schedule="inter_sm"), "plan.comm_sms=0: the inter_sm schedule has 1 to 131 of 132 SMs"),
+        (dict(schedule="inter_sm", comm_sms=132), "has 1 to 131"),
+        (
+            dict(schedule="inter_sm", comm_sms=64, split=9),
+            "expected 1 to 8, as the last wave has 8 of 2048 tiles, there are 68 SMs",
+        ),
         (dict(tile=(32, 256, 64)), "64, 128 or 256"),
         (dict(tile=(128, 256, 32)), "K step 64"),
         (dict(tile=(128, 256)), "rows and columns are"),
@@ -86,6 +95,30 @@ def test_the_prediction_is_no_better_than_each_limit():
 )
 def test_a_plan_that_cannot_run_is_refused_with_what_would_be_legal(change, legal):
     assert legal in unsupported(BIG, Plan(**change))
+
+
+@pytest.mark.parametrize(
+    "change, legal",
+    [
+        (dict(world=1), "a world of one has 'intra_sm' and 'none'"),
+        (dict(world=64, m=64), "too few flags for 64 ranks"),
+        (dict(sms=1), "needs an SM to communicate and one to multiply"),
+    ],
+)
+def test_where_nobody_communicates_inter_sm_is_refused(change, legal):
+    assert legal in unsupported(dataclasses.replace(BIG, **change), Plan(schedule="inter_sm", comm_sms=1))
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8, 40, 63])
+@pytest.mark.parametrize("m, n", [(1, 8), (136, 200), (1 << 17, 8), (1 << 16, 1 << 15)])
+def test_blocks_cover_an_owners_tiles_with_the_flags_and_counters_there_are(world, m, n):
+    plan = Plan(schedule="inter_sm", tile=(64, 64, 64), comm_sms=4)
+    problem = dataclasses.replace(BIG, world=world, m=world * m, n=n)
+    tiles, blocks = blocks_of(problem, plan)
+    per = tiles_of(m, n, 1, plan.tile)
+    assert (blocks - 1) * tiles < per <= blocks * tiles
+    assert 2 * world * blocks <= FIRST_SHARE.value  # flags of an op
+    assert (2 * world - 1) * blocks <= STATE_WORDS - 2  # words of `state`
 
 
 def test_a_float32_message_has_fewer_buffers_and_still_fits():

@@ -33,16 +33,16 @@ from tileweave.planner import Problem, plan_for
 SHAPES = [(w, 8192, 8192, k) for k in (4096, 2048) for w in (2, 4, 8)]
 SOURCES = Path(launch.__file__).parents[2]
 KERNEL, TEMPLATE = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py"
-STORE = "gl.store_async(work.slots, owner, [slot * flags.world + flags.rank, row, col], buf)"
+STORE = "gl.store_async(work.slots, owner, [slot * work.flags.world + work.flags.rank, row, col], buf)"
 ADD = "gl.store_add_async(work.slots, owner, [slot, row, col], buf)"
 Edits = dict[str, list[tuple[str, str]]]
 EDITS: dict[str, Edits] = {
     "stores local": {
-        KERNEL: [(STORE, STORE.replace("owner", "flags.rank")), (ADD, ADD.replace("owner", "flags.rank"))]
+        KERNEL: [(STORE, STORE.replace("owner", "work.flags.rank")), (ADD, ADD.replace("owner", "work.flags.rank"))]
     },
     "flags off": {
         KERNEL: [
-            ("met = gl.wait_all(work.flags, 0, work.flags.world, epoch, skip=owner)", "met = epoch == epoch"),
+            ("met = gl.wait_all(work.flags, first, work.flags.world, epoch, skip=phase)", "met = epoch == epoch"),
             ("gl.signal(work.flags, owner, work.flags.rank, epoch)", "pass"),
         ]
     },

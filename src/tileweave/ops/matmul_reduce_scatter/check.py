@@ -157,17 +157,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
         refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
     if refusal is None and device.type != site.device.type:
         refusal = f"a is on {device}, the ranks of this world are on {site.device}"
-    problem = Problem(
-        call.m,
-        call.n,
-        call.k,
-        site.world,
-        call.out_dtype.itemsize,
-        usable_sms(site.sms or H200.sms, call),
-        call.deterministic,
-        linked=site.backend == "processes",
-        operand_bytes=call.dtype.itemsize,
-    )
+    problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
@@ -178,9 +168,20 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     return Route(NAME, site.backend, True, plan.reason, plan)
 
 
-def usable_sms(sms: int, call: Call) -> int:
-    """How many of a rank's `sms` the kernel may use."""
-    return min(sms, call.max_sms) if call.max_sms else sms
+def problem_of(site: Site, call: Call) -> Problem:
+    """The call as the planner sees it."""
+    sms = site.sms or H200.sms
+    return Problem(
+        call.m,
+        call.n,
+        call.k,
+        site.world,
+        call.out_dtype.itemsize,
+        min(sms, call.max_sms) if call.max_sms else sms,
+        call.deterministic,
+        linked=site.backend == "processes",
+        operand_bytes=call.dtype.itemsize,
+    )
 
 
 def unaddressable(call: Call) -> str | None:

@@ -5,12 +5,20 @@ added there by TMA (in the message type), or, DETERMINISTIC, stored in a place o
 takes in what the peers have sent (loaded through the operand ring behind the tile's last K step), in float32, then bias,
 and is written to the result, an ordinary tensor. So there is no separate reduction pass, and W = 1 is a plain matmul.
 
-Two slots alternate by the epoch, which lives in `state` and is advanced by the last CTA. Besides the template's:
+INTER (inter-SM): storers leave parts of foreign tiles at `home`, this rank's own memory, and the COMM_SMS communicators
+send them from there, in strips of a tile's rows and a part's width. Tiles go in blocks of `block_tiles`, and what hooks of
+the template get as the owner is a phase: number of the block among its owner's, times WORLD, plus the owner.
+
+Two slots alternate by the epoch, which lives in `state` and is advanced by the last CTA. Besides the tables of the
+template and of the communicator (which counts blocks in state[SENT...]):
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
-| state[SENT + d] | every storer of this rank, its parts for rank d performed | nobody; the last one publishes | acq_rel, gpu | the last one puts it back to 0 |
+| state[SENT + d]; INTER: state[LAST_WORD - phase] | every storer of this rank, its parts for rank d, or of the phase, performed | nobody; the last one publishes | acq_rel, gpu | the last one puts it back to 0 |
 | flags[d][r] = epoch | rank r, the last storer that sent a part to d | loaders and storers of rank d that have own tiles, before the first | release / acquire, sys; then a proxy fence | monotonic |
+| INTER: flags[r][LAST_FLAG - phase] = epoch | rank r, the last storer that left a part of the phase at home | its communicators, before they fetch | release / acquire, sys; then a proxy fence | monotonic, one rank's own |
+| INTER: flags[d][block * WORLD + r] = epoch | rank r, the last communicator that sent d a part of the block | as above, before own tiles of the block | release / acquire, sys; then a proxy fence | monotonic, one writer whatever the number of blocks |
+| home | storers (TMA stores) | communicators after LAST_FLAG - phase | flags | belongs to one launch |
 | ring, uses behind an own tile's K steps | loader's TMA load of a peer's part or sum / multiplier | multiplier / loader | mbarrier, CTA | Channel's phases |
 | adding slot e % 2 of rank d | peers in call e (TMA adds) | d after flags | flags | d zeroes each part once the multiplier has it, by generic stores; the ends of the launches e of d and e + 1 of the peer are the fences to the next adds. A peer adds again in call e + 2 only after it has finished call e + 1, hence after d entered e + 1, hence after d ended call e |
 | staging slot e % 2 of rank d | peers in call e (TMA stores) | d after flags | flags | as above, without zeroing |
@@ -19,7 +27,9 @@ A wait that times out makes the loader load from beyond the slot, which TMA fill
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.communicator import finish_all, send_blocks
 from tileweave.tiles.matmul import (
+    FIRST_SHARE,
     OWN_WORDS,
     Matmul,
     grouped_order,
@@ -30,9 +40,12 @@ from tileweave.tiles.matmul import (
     part_buf,
     run_matmul,
     take_part,
+    this_epoch,
 )
 
 SENT = OWN_WORDS  # of `state`: one word per rank
+LAST_WORD = gl.constexpr(127)  # of `state`,
+LAST_FLAG = gl.constexpr(FIRST_SHARE.value - 1)  # and of an op's flags
 
 
 @gl.aggregate
@@ -52,22 +65,29 @@ class Work:
     step_b: gl.tensor
     rows: gl.tensor
     n: gl.tensor
+    home: gl.tensor_descriptor  # INTER: [1, world, rows, n], parts of foreign tiles on their way
+    blocks: gl.tensor  # of one owner
+    block_tiles: gl.tensor
+    share: gl.tensor  # of a block: strips for each communicator
     DETERMINISTIC: gl.constexpr
     HAS_BIAS: gl.constexpr
     SCALED: gl.constexpr
     AVERAGE: gl.constexpr
     GROUP: gl.constexpr
+    INTER: gl.constexpr
 
     @gl.constexpr_function
     def __init__(
         self, matmul, flags, slots, own_slots, slot_stride, out, bias,
-        scale_a, step_a, scale_b, step_b, rows, n, DETERMINISTIC, HAS_BIAS, SCALED, AVERAGE, GROUP,
+        scale_a, step_a, scale_b, step_b, rows, n, home, blocks, block_tiles, share,
+        DETERMINISTIC, HAS_BIAS, SCALED, AVERAGE, GROUP, INTER,
     ):  # fmt: skip
         self.matmul, self.flags = matmul, flags
         self.slots, self.own_slots, self.slot_stride = slots, own_slots, slot_stride
         self.out, self.bias, self.rows, self.n = out, bias, rows, n
         self.scale_a, self.step_a, self.scale_b, self.step_b = scale_a, step_a, scale_b, step_b
-        self.SCALED = gl.constexpr(SCALED)
+        self.home, self.blocks, self.block_tiles, self.share = home, blocks, block_tiles, share
+        self.SCALED, self.INTER = gl.constexpr(SCALED), gl.constexpr(INTER)
         self.DETERMINISTIC, self.HAS_BIAS = gl.constexpr(DETERMINISTIC), gl.constexpr(HAS_BIAS)
         self.AVERAGE, self.GROUP = gl.constexpr(AVERAGE), gl.constexpr(GROUP)
 
@@ -79,13 +99,22 @@ def tiles_per_owner(work):
 
 
 @gl.jit
+def owner_of(work, phase):
+    """Whose the tiles of a phase are."""
+    return phase % work.flags.world if work.INTER else phase
+
+
+@gl.jit
 def locate(work, t):
-    """The t-th tile: its owner, its row in A, its row and column in the owner's result."""
+    """The t-th tile: its phase, its row in A, its row and column in the owner's result."""
     per = tiles_per_owner(work)
     owner = (work.flags.rank + 1 + t // per) % work.flags.world
     i, j = grouped_order(t % per, gl.cdiv(work.rows, work.matmul.BM), gl.cdiv(work.n, work.matmul.BN), work.GROUP)
     row = i * work.matmul.BM
-    return owner, owner * work.rows + row, row, j * work.matmul.BN
+    phase = owner
+    if work.INTER:
+        phase = t % per // work.block_tiles * work.flags.world + owner
+    return phase, owner * work.rows + row, row, j * work.matmul.BN
 
 
 @gl.jit
@@ -95,20 +124,21 @@ def partials(work):
 
 
 @gl.jit
-def meet(work, owner, epoch):
-    """Before own tiles are finished: every peer has sent all its parts of them; False after a timeout."""
+def meet(work, phase, epoch):
+    """Before own tiles of a phase are finished: every peer has sent all its parts of them; False after a timeout."""
     met = work.flags.rank >= 0
-    if owner == work.flags.rank:
-        met = gl.wait_all(work.flags, 0, work.flags.world, epoch, skip=owner)
+    if owner_of(work, phase) == work.flags.rank:
+        first = phase - work.flags.rank if work.INTER else 0
+        met = gl.wait_all(work.flags, first, work.flags.world, epoch, skip=phase)
         gl.fence_proxy_async()
     return met
 
 
 @gl.jit
-def load_more(work, at, owner, row, col, epoch, met):
+def load_more(work, at, phase, row, col, epoch, met):
     """Loader: behind the K steps of an own tile, what the peers have sent for a part of it."""
     mm, flags = work.matmul, work.flags
-    if owner == flags.rank:
+    if owner_of(work, phase) == flags.rank:
         for i in range(partials(work)):
             place = epoch & 1
             if work.DETERMINISTIC:
@@ -134,8 +164,9 @@ def scaled(work, part, a_row, col, LAYOUT: gl.constexpr):
 
 
 @gl.jit
-def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
+def epilogue(work, part, at, HALF: gl.constexpr, phase, row, col, LAYOUT: gl.constexpr):
     """Multiplier: scales; a part of an own tile takes in what the peers have sent, and the bias."""
+    owner = owner_of(work, phase)
     if work.SCALED:
         part = scaled(work, part, owner * work.rows + row, col, LAYOUT)
     if work.AVERAGE:  # before parts are sent and summed: a mean that the type can hold does not overflow on the way
@@ -166,58 +197,138 @@ def zero_part(work, row, col, epoch):
 
 
 @gl.jit
-def store(work, owner, row, col, buf, epoch, met):
-    """Storer: one part to its owner, or, if that is this rank, to the result."""
-    mm, flags = work.matmul, work.flags
+def send(work, owner, row, col, buf, epoch):
+    """One part to the slot of its owner."""
     slot = epoch & 1
-    if owner == flags.rank:
-        gl.tma_store(work.out, [row, col], buf.reshape([mm.ROWS, mm.WIDTH]))
-        if flags.world > 1 and not work.DETERMINISTIC:
-            if met:  # else a late peer may still be adding, and nobody will use the slot again
-                zero_part(work, row, col, epoch)
-    elif work.DETERMINISTIC:
-        gl.store_async(work.slots, owner, [slot * flags.world + flags.rank, row, col], buf)
+    if work.DETERMINISTIC:
+        gl.store_async(work.slots, owner, [slot * work.flags.world + work.flags.rank, row, col], buf)
     else:
         gl.store_add_async(work.slots, owner, [slot, row, col], buf)
 
 
 @gl.jit
-def publish(work, owner, count, epoch):
-    """Count parts as performed; the last CTA for their owner raises its flag."""
+def store(work, phase, row, col, buf, epoch, met):
+    """Storer: one part to its owner or, INTER, home; if that is this rank, to the result."""
+    mm, flags, owner = work.matmul, work.flags, owner_of(work, phase)
+    if owner == flags.rank:
+        gl.tma_store(work.out, [row, col], buf.reshape([mm.ROWS, mm.WIDTH]))
+        if flags.world > 1 and not work.DETERMINISTIC:
+            if met:  # else a late peer may still be adding, and nobody will use the slot again
+                zero_part(work, row, col, epoch)
+    elif work.INTER:
+        gl.tma_store(work.home, [0, owner, row, col], buf)
+    else:
+        send(work, owner, row, col, buf, epoch)
+
+
+@gl.jit
+def tiles_in(work, block):
+    """Tiles of an owner's block, the last of which may have fewer."""
+    return gl.minimum(tiles_per_owner(work) - block * work.block_tiles, work.block_tiles)
+
+
+@gl.jit
+def publish(work, phase, count, epoch):
+    """Count parts as performed; the last CTA for their owner raises its flag or, INTER, that of the communicators."""
+    owner = owner_of(work, phase)
     if owner != work.flags.rank:
         gl.store_wait(0)
         gl.barrier()
-        sent = work.matmul.state + SENT + owner
-        all_parts = tiles_per_owner(work) * (work.matmul.BN // work.matmul.WIDTH) * work.matmul.HALVES
+        sent = work.matmul.state + (LAST_WORD - phase if work.INTER else SENT + owner)
+        tiles = tiles_in(work, phase // work.flags.world) if work.INTER else tiles_per_owner(work)
+        all_parts = tiles * (work.matmul.BN // work.matmul.WIDTH) * work.matmul.HALVES
         if (count > 0) & (gl.atomic_add(sent, count, sem="acq_rel", scope="gpu") == all_parts - count):
             gl.atomic_xchg(sent, 0, sem="relaxed", scope="gpu")
-            gl.signal(work.flags, owner, work.flags.rank, epoch)
+            if work.INTER:
+                gl.signal(work.flags, work.flags.rank, LAST_FLAG - phase, epoch)
+            else:
+                gl.signal(work.flags, owner, work.flags.rank, epoch)
+
+
+@gl.jit
+def strip(work, block, i):
+    """Phase, row and column of this communicator's i-th strip of a block, which is counted over all receivers, the next
+    rank first; from beyond the end where the communicators do not divide the block."""
+    mm = work.matmul
+    item = i * mm.COMM_SMS + gl.program_id(0)
+    t, first = item // (mm.BN // mm.WIDTH), block % work.blocks * work.block_tiles
+    there = t < tiles_in(work, block % work.blocks)
+    t = block // work.blocks * tiles_per_owner(work) + first + gl.where(there, t, 0)
+    phase, a_row, row, col = locate(work, t)
+    return phase, gl.where(there, row, work.rows), col + item % (mm.BN // mm.WIDTH) * mm.WIDTH
+
+
+@gl.jit
+def fetch_strip(work, block, i, at):
+    """Communicator: bring a strip from home, when its block is there."""
+    mm = work.matmul
+    phase, row, col = strip(work, block, i)
+    if i == 0:
+        gl.wait(work.flags, LAST_FLAG - phase, this_epoch(mm))
+        gl.fence_proxy_async()
+    gl.mbarrier_expect(mm.ring.ready_at(at), mm.BM * mm.WIDTH * (work.out.dtype.primitive_bitwidth // 8))
+    for half in gl.static_range(mm.HALVES):
+        where = [0, owner_of(work, phase), row + half * mm.ROWS, col]
+        gl.tma_load(work.home, where, mm.ring.ready_at(at), part_buf(mm, at, half, work.home))
+
+
+@gl.jit
+def send_strip(work, block, i, at, epoch):
+    """Communicator: send it, part by part."""
+    phase, row, col = strip(work, block, i)
+    for half in gl.static_range(work.matmul.HALVES):
+        buf = part_buf(work.matmul, at, half, work.slots)
+        send(work, owner_of(work, phase), row + half * work.matmul.ROWS, col, buf, epoch)
+
+
+@gl.jit
+def tell(work, block, epoch):
+    """Communicator: raise the owner's flag of a block."""
+    phase, row, col = strip(work, block, 0)
+    gl.signal(work.flags, owner_of(work, phase), block % work.blocks * work.flags.world + work.flags.rank, epoch)
+
+
+@gl.jit
+def communicate(work):
+    """Communicator: all blocks of one owner after those of the other."""
+    epoch = this_epoch(work.matmul)
+    send_blocks(work, (work.flags.world - 1) * work.blocks, work.share, epoch, fetch_strip, send_strip, tell)
+    finish_all(work.matmul, epoch)
 
 
 @gl.jit(
     do_not_specialize=[
-        "rank", "slot_stride", "step_a", "step_b", "flags_stride", "timeout_us", "rows", "k", "whole", "split"
+        "rank", "slot_stride", "step_a", "step_b", "flags_stride", "timeout_us", "rows", "k", "whole", "split",
+        "blocks", "block_tiles", "share",
     ]
 )  # fmt: skip
 def matmul_reduce_scatter_kernel(
     rank, a_desc, b_desc, out_desc, slots_desc, own_slots, slot_stride, bias, scale_a, step_a, scale_b, step_b, scratch,
     flags_ptr, flags_stride, state,
-    timeout_us, rows, n, k, whole, split, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    timeout_us, rows, n, k, whole, split, home_desc, blocks, block_tiles, share, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, C_BUFS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, A_T: gl.constexpr,
     B_T: gl.constexpr, DETERMINISTIC: gl.constexpr, HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, AVERAGE: gl.constexpr,
+    COMM_SMS: gl.constexpr,
 ):  # fmt: skip
-    """Rows [rows, n] of this rank of sum over ranks of a [WORLD * rows, k] @ b [k, n]. Grid: co-resident CTAs, one per SM."""
+    """Rows [rows, n] of this rank of sum over ranks of a [WORLD * rows, k] @ b [k, n]. Grid: co-resident CTAs, one per SM.
+
+    Without communicators home_desc, blocks, block_tiles and share are None.
+    """
+    INTER: gl.constexpr = COMM_SMS > 0
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     tiles = gl.cdiv(rows, BM) * gl.cdiv(n, BN) * WORLD
     mm = make_matmul(
         a_desc, b_desc, slots_desc, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
-        A_T, B_T, 0,
+        A_T, B_T, COMM_SMS,
     )  # fmt: skip
+    if not INTER:  # nobody looks at them
+        home_desc, blocks, block_tiles, share = slots_desc, rows, rows, rows
     work = Work(
         mm, flags, slots_desc, own_slots, slot_stride, out_desc, bias, scale_a, step_a, scale_b, step_b, rows, n,
-        DETERMINISTIC, HAS_BIAS, SCALED, AVERAGE, GROUP,
+        home_desc, blocks, block_tiles, share, DETERMINISTIC, HAS_BIAS, SCALED, AVERAGE, GROUP, INTER,
     )  # fmt: skip
     gl.grid_dependency_wait()
+    COMMUNICATE: gl.constexpr = communicate if INTER else no_communicator
     run_matmul(
-        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, no_communicator, 64
+        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, COMMUNICATE, 64
     )  # fmt: skip

@@ -1,16 +1,18 @@
-"""matmul_reduce_scatter: how it is computed, in one kernel or by torch.matmul and the group's reduce-scatter."""
+"""matmul_reduce_scatter: how it is computed, in one kernel, or by a matmul and a reduce-scatter."""
 
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from tileweave.fabric import Channel, Fabric, Variant
-from tileweave.ops.contract import FP8
+from tileweave.ops.collectives.operator import run as run_collective
+from tileweave.ops.contract import FP8, Site
 from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, parallel_view, slots_box
-from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, usable_sms
+from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, problem_of
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
-from tileweave.planner import Plan
+from tileweave.planner import Plan, Problem
+from tileweave.planner.plan import blocks_of, matmul_of
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, tiles_of, whole_tiles
 
 Scales = tuple[torch.Tensor, torch.Tensor] | None  # of 8-bit operands
@@ -30,12 +32,20 @@ def unfused(
     return result if bias is None else result + bias.to(call.out_dtype)
 
 
+def scattered(fabric: Fabric, call: Call, product: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """The schedule "none" behind its matmul: our own reduce-scatter, then the bias, added in float32."""
+    total = run_collective(fabric, "reduce_scatter", product, 0, call.op, call.deterministic)
+    return total if bias is None else (total.float() + bias).to(call.out_dtype)
+
+
 @dataclass(slots=True)
 class Prepared:
     """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
 
-    slots: the kernel's arguments that say where parts travel to; in a world of one a box instead, for the result
-    stands in for them; tail: the kernel's arguments after scratch; scratch: elements of it, for tiles that CTAs share.
+    slots: the kernel's arguments that say where parts travel to; where they stay, in a world of one or the schedule
+    "none", a box instead, for the result stands in for them; numbers: the arguments between scratch and home; home: box
+    and shape of what holds parts that communicators send, None without communicators; tail: the arguments after it;
+    scratch: elements of it, for tiles that CTAs share; behind: the call that a reduce-scatter of the result completes.
     """
 
     shape: tuple[int, int]
@@ -45,9 +55,12 @@ class Prepared:
     b: Box
     out: Box
     slots: tuple | Box
+    numbers: tuple
+    home: tuple[Box, tuple[int, ...]] | None
     tail: tuple
     grid: int
     scratch: int
+    behind: Call | None
     variant: Variant = field(default_factory=Variant)
 
     def launch(
@@ -58,11 +71,17 @@ class Prepared:
         slots = (self.slots.at(out), out, 0) if isinstance(self.slots, Box) else self.slots
         extra = out if bias is None else bias
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else out
+        home = None
+        if self.home is not None:
+            box, shape = self.home
+            home = box.at(torch.empty(shape, dtype=self.dtype, device=self.device))
         scale_a, scale_b = scales or (out, out)
         scaling = scale_a, int(scale_a.numel() > 1), scale_b, int(scale_b.numel() > 1)
-        args = (fabric.rank, self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, *scaling, scratch, *self.tail)
+        rank = 0 if self.behind else fabric.rank
+        tensors = self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, *scaling, scratch
+        args = (rank, *tensors, *self.numbers, home, *self.tail)
         fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
-        return out
+        return out if self.behind is None else scattered(fabric, self.behind, out, bias)
 
 
 def fused(
@@ -90,43 +109,38 @@ def fused(
 
 
 def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> Prepared:
-    """Everything of a launch but the tensors' data."""
-    world, (bm, bn, bk) = fabric.world_size, plan.tile
+    """Everything of a launch but the tensors' data. In the schedule "none" it is that of a world of one."""
+    problem, (bm, bn, bk) = problem_of(Site.of(fabric), call), plan.tile
+    behind = call if plan.schedule == "none" and problem.world > 1 else None
+    if behind:
+        call = replace(call, rows=call.m, op="sum", bias=False, deterministic=True)
+    alone = matmul_of(problem, plan)
+    world = alone.world
     (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
     out = torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     shard_bytes = out.nbytes if world > 1 else 0
     channel = fabric.channel(
         NAME, 0 if call.deterministic else shard_bytes, world * shard_bytes if call.deterministic else 0
     )
-    tiles, sms = tiles_of(call.rows, call.n, world, plan.tile), usable_sms(fabric.sms, call)
-    whole = whole_tiles(tiles, sms, plan.split)
-    grid = min(sms, whole + (tiles - whole) * plan.split)
-    tail: tuple[Any, ...] = (
-        channel.flags,
-        channel.flags.stride(0),
-        channel.state,
-        channel.timeout_us,
-        call.rows,
-        call.n,
-        a_rows.shape[0] if a_t else a_rows.shape[1],
-        whole,
-        plan.split,
-        world,
-        bm,
-        bn,
-        bk,
-        plan.stages,
-        part_buffers(plan.tile, plan.stages, out.element_size()),
-        plan.split > 1,
-        GROUP_ROWS,
-        a_t,
-        b_t,
-        call.deterministic,
-        call.bias,
-        call.dtype == FP8,
-        call.op == "avg",
-    )
+    flags = channel.flags[fabric.rank :] if behind else channel.flags
+    tiles = tiles_of(call.rows, call.n, world, plan.tile)
+    whole = whole_tiles(tiles, alone.sms, plan.split)
+    grid = min(alone.sms, whole + (tiles - whole) * plan.split)
     part = (part_rows(plan.tile), PART_BYTES // out.element_size())
+    home: tuple[Box, tuple[int, ...]] | None = None
+    blocks: tuple[int | None, ...] = (None, None, None)
+    if plan.comm_sms:
+        held = out.new_empty(1, world, call.rows, call.n)
+        home, blocks = (slots_box(held, part), held.shape), block_numbers(problem, plan, part[1])
+    numbers = (
+        flags, flags.stride(0), channel.state, channel.timeout_us, call.rows, call.n,
+        a_rows.shape[0] if a_t else a_rows.shape[1], whole, plan.split,
+    )  # fmt: skip
+    tail = (
+        *blocks, world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, out.element_size()),
+        plan.split > 1, GROUP_ROWS, a_t, b_t, call.deterministic, call.bias, call.dtype == FP8, call.op == "avg",
+        plan.comm_sms,
+    )  # fmt: skip
     return Prepared(
         (call.rows, call.n),
         call.out_dtype,
@@ -135,10 +149,19 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         Box(b_rows, (bn, bk) if b_t else (bk, bn)),
         Box(out, part),
         parallel_slots(fabric, call, channel, part) if world > 1 else slots_box(out[None, None], part),
+        numbers,
+        home,
         tail,
-        grid,
+        grid + plan.comm_sms,
         grid * bm * bn if plan.split > 1 else 0,
+        behind,
     )
+
+
+def block_numbers(problem: Problem, plan: Plan, width: int) -> tuple[int, int, int]:
+    """Blocks of an owner, tiles in one, and strips of `width` columns that each communicator sends of one."""
+    tiles, blocks = blocks_of(problem, plan)
+    return blocks, tiles, math.ceil(tiles * plan.tile[1] / width / plan.comm_sms)
 
 
 def parallel_slots(fabric: Fabric, call: Call, channel: Channel, block: tuple[int, int]) -> tuple:
