@@ -48,7 +48,7 @@ def ring_attention(
         pair of that and `lse` `[B, H, S / world]`, the natural log, float32 (float64 of float64). Scores, sums and the
         merging of blocks are in float32. A token that sees nothing (T = 0) has out 0 and lse -inf.
 
-    The kernel takes bfloat16 and float16, D a multiple of 8 up to 256 and a positive scale; strides that TMA can address
+    The kernel takes bfloat16 and float16, D a multiple of 8 up to 256 and a positive scale; strides that TMA takes
     (the last 1, the others multiples of 16 bytes) cost no copy. Anything else, and where the fabric does not allow it
     (`explain` says why): keys and values go round by torch.distributed, at most two blocks beyond the own one, each
     travelling while the one before it is used by PyTorch's own attention.
