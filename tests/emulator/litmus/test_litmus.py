@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tileweave import lang
 from tileweave.bench.litmus.cases import CASES
-from tileweave.bench.litmus.run import emulated, faults, not_allowed, observed
+from tileweave.bench.litmus.run import TURNS, WARPS, Memory, emulated, faults, not_allowed, observed
 from tileweave.bench.litmus.table import BLOCK, filled
 
 PAGE = Path(__file__).parents[3] / "docs/memory-model.md"
@@ -26,6 +27,15 @@ def test_every_test_says_what_it_expects():
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_the_emulator(case):
     assert not faults(case, *emulated(case))
+
+
+@pytest.mark.skipif(not lang.HAS_TRITON, reason="needs Triton")
+def test_the_compiler_takes_what_a_gpu_is_to_run():
+    from tileweave.bench.compile import compile_report
+
+    for case in {case.kernel: case for case in CASES if case.gpu}.values():
+        report = compile_report(case.kernel, Memory(case, 2, "meta").arguments(case, 0, TURNS), WARPS)
+        assert report["target"] == "sm_90a" and report["stack"] == 0, case.name
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from tileweave.bench.litmus import async_kernel, kernel
+from tileweave.bench.litmus import async_kernel, kernel, other_kernel
 
 Outcome = tuple[int, ...]
 Outcomes = frozenset[Outcome]
@@ -36,7 +36,8 @@ class Litmus:
     `allowed`: all outcomes that PTX allows (None: it forbids none, the accesses race). `never`: the outcome that the
     rule is about, forbidden. `shown`: outcomes that the emulator shows. `finding`: what it reports instead, a regular
     expression; then `weak` is the outcome that the fault may have. `gpu`: whether it runs on a GPU: it ends there
-    whatever happens, the compiler takes it, and it means the same with all parties on one.
+    whatever happens, the compiler takes it, and it means the same with all parties on one. `world`: options of the
+    emulated world; `copies`: what the copy engine writes beside the kernel, in order: "tile" (ones), "flag" 0.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Litmus:
     ranks: bool = False
     gpu: bool = True
     world: dict[str, Any] = field(default_factory=dict)
+    copies: tuple[str, ...] = ()
 
 
 def one_of(*outcomes: Outcome) -> Outcomes:
@@ -320,4 +322,43 @@ ASYNC = [
     ),
 ]  # fmt: skip
 
-CASES = GENERIC + ASYNC
+ALIASES = "Causality Order (aliases); Multimem Addresses"
+
+
+def multimem(name: str, made: Any, options: dict, **more: Any) -> Litmus:
+    """A test of a multicast address over two ranks' tiles."""
+    return Litmus(name, made, options, ("tile",) if not options else ("r1", "r1'"), ranks=True, gpu=False, **more)
+
+
+OTHERS = [
+    multimem(
+        "multimem store, alias fence, load", other_kernel.multimem_passing, dict(FENCE=True),
+        section=f"{ALIASES}; fence.proxy.alias", allowed=TOLD, never=(1, 0), shown=TOLD,
+    ),
+    multimem(
+        "multimem store, load", other_kernel.multimem_passing, dict(FENCE=False), section=ALIASES,
+        finding=f"{RACE}.*fence_proxy_alias between", weak=(1, 0),
+    ),
+    multimem(
+        "store, alias fence, multimem load", other_kernel.multimem_sums, dict(FENCE=True),
+        section=f"{ALIASES}; fence.proxy.alias", allowed=TOLD, never=(1, 0), shown=TOLD,
+    ),
+    multimem(
+        "store, multimem load", other_kernel.multimem_sums, dict(FENCE=False), section=ALIASES,
+        finding=f"{RACE}.*fence_proxy_alias between", weak=(1, 0),
+    ),
+    multimem(
+        "multimem additions", other_kernel.multimem_additions, {}, section="multimem.red; Axioms > Atomicity",
+        allowed=one_of((2,)), never=(1,), shown=one_of((2,)),
+    ),
+    alone(
+        "copy, flag", other_kernel.copy_passing, {}, ("r0",), "Memory synchronization > API synchronization",
+        allowed=one_of((1,)), never=(0,), shown=one_of((1,)), copies=("tile", "flag"), gpu=False,
+    ),
+    alone(
+        "flag, copy", other_kernel.copy_passing, {}, ("r0",), "Memory synchronization > API synchronization",
+        finding=f"{RACE}.*copy-engine copy", weak=(0,), copies=("flag", "tile"), gpu=False,
+    ),
+]  # fmt: skip
+
+CASES = GENERIC + ASYNC + OTHERS

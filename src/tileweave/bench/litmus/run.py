@@ -1,13 +1,15 @@
 """Runs litmus tests: one instance a schedule in the emulator, very many at a time on a GPU."""
 
+import inspect
 import re
 from collections import Counter
 from typing import Any
 
 import torch
 
+from tileweave import lang
 from tileweave.bench.litmus.cases import Litmus, Outcome
-from tileweave.emulator import EmulatorError, World
+from tileweave.emulator import EmulatorError, Multicast, World
 from tileweave.ops.descriptors import describe
 
 SEEDS = 60  # schedules of each test
@@ -24,7 +26,9 @@ class Memory:
     def __init__(self, case: Litmus, instances: int, device: str):
         self.cells = torch.zeros(instances, CELLS, dtype=torch.int32, device=device)
         self.out = torch.full((instances, case.parties, 2), -1, dtype=torch.int32, device=device)
-        self.tiles = torch.zeros(instances, ROWS, COLS, dtype=torch.bfloat16, device=device)
+        self.names = inspect.signature(case.kernel.fn).parameters
+        tiles = instances * (case.parties if "slices" in self.names else 1)
+        self.tiles = torch.zeros(tiles, ROWS, COLS, dtype=torch.bfloat16, device=device)
 
     def clear(self) -> None:
         """As at first."""
@@ -35,12 +39,20 @@ class Memory:
     def arguments(self, case: Litmus, first: int, turns: int) -> tuple:
         """The kernel's."""
         args: tuple[Any, ...] = first, self.cells, self.out
-        names = case.kernel.fn.__code__.co_varnames[: case.kernel.fn.__code__.co_argcount]
-        if "desc" in names:
+        if "tiles" in self.names:
+            args = *args, self.tiles
+        if "slices" in self.names:
+            args = *args, Multicast(self.tiles)
+        if "desc" in self.names:
+            adds = case.kernel.__name__ == "tma_additions"  # by a parallel tensor's descriptor
             flat = self.tiles.view(-1, COLS)
-            adds = case.kernel.__name__ == "tma_additions"
-            args += self.tiles, describe(self.tiles, [1, ROWS, COLS]) if adds else describe(flat, [ROWS, COLS])
+            args = *args, describe(self.tiles, [1, ROWS, COLS]) if adds else describe(flat, [ROWS, COLS])
         return *args, turns, *case.options.values()
+
+    def copies(self, case: Litmus) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Target and source of each copy beside the kernel."""
+        targets = {"tile": self.tiles, "flag": self.cells[0, lang.HEADER_WORDS.value :][:1]}
+        return [(targets[name], torch.ones_like(targets[name])) for name in case.copies]
 
     def results(self, case: Litmus) -> torch.Tensor:
         """[instances, results] int32."""
@@ -49,7 +61,7 @@ class Memory:
             if name in WORDS:
                 columns.append(self.cells[:, WORDS[name]])
             elif name == "tile":
-                columns.append(self.tiles.float().amin((1, 2)).int())
+                columns.append(self.tiles.view(len(self.cells), -1).float().amin(1).int())
             else:
                 columns.append(self.out[:, int(name[1]), len(name) - 2])
         return torch.stack(columns, 1)
@@ -62,7 +74,8 @@ def emulate(case: Litmus, seed: int) -> tuple[Outcome | None, str]:
 
     def rank_program(rank: int) -> None:
         grid = 1 if case.ranks else case.parties
-        world.launch(case.kernel, (grid,), *memory.arguments(case, rank if case.ranks else 0, 0), num_warps=WARPS)
+        args = memory.arguments(case, rank if case.ranks else 0, 0)
+        world.launch(case.kernel, (grid,), *args, num_warps=WARPS, copies=memory.copies(case))
 
     try:
         world.run(rank_program)
