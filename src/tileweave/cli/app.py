@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from tileweave import FabricTimeout, __version__
+from tileweave.cli import check as checking
 from tileweave.cli import doctor as machine
 from tileweave.cli import show
 from tileweave.cli.environment import check_environment, speaks
@@ -85,6 +86,25 @@ def run(
     else:
         show.report(_console(), report)
     return 0 if report["ok"] else WRONG
+
+
+@app.command()
+def check(
+    op: checking.Op,
+    ranks: checking.Ranks = 4,
+    shape: checking.Shape = "",
+    schedules: checking.Schedules = checking.SCHEDULES,
+    seed: checking.Seed = 0,
+    seconds: checking.Seconds = checking.SECONDS,
+    processes: checking.Processes = None,
+    as_json: Json = False,
+) -> int:
+    """Run OP, or a test of your own, under many hostile schedules in the emulator, and report what goes wrong."""
+    check_environment()
+    report = checking.run_check(None if as_json else _console(), op, ranks, shape, schedules, seed, seconds, processes)
+    if as_json:
+        _print_json(report.to_dict())
+    return 0 if report.ok else WRONG
 
 
 @app.command()

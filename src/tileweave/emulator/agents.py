@@ -265,7 +265,9 @@ class AsyncOp:
 
     def _touch(self, kind: str, passes=None) -> None:
         where = self.kind, self.place.event, self.part.name, self.cta.rank, self.cta.launch, self.cta.id
-        self.world.footprint.append(Touch(self, where, kind, state=self.n, passes=passes))
+        footprint = self.world.footprint
+        assert footprint is not None
+        footprint.append(Touch(self, where, kind, state=self.n, passes=passes))
 
     def _describe(self, step: int) -> str:
         return f"step {step} of {self.steps} of the {self.place}"

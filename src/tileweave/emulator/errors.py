@@ -2,9 +2,16 @@
 
 
 class EmulatorError(RuntimeError):
-    """A finding of the emulator; `seed` is that of the schedule which showed it (None until the run ends)."""
+    """A finding of the emulator; `seed` is that of the schedule which showed it (None until the run ends).
+
+    `told`: its parts as plain values, where it has parts: explain.py says which.
+    """
 
     seed: int | None = None
+
+    def __init__(self, text: str = "", told: dict | None = None):
+        super().__init__(text)
+        self.told = told or {}
 
     def __str__(self):
         text = super().__str__()

@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
+from typing import Any
+
 from tileweave.emulator.clocks import GENERIC
+from tileweave.emulator.places import describe
+from tileweave.emulator.search import name_of
 
 _SHOWN = 3  # partitions of a deadlock that are named for one line of a kernel
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two accesses to `memory` that race, the earlier one first, and what would have ordered them."""
+
+    memory: str
+    first: Any
+    second: Any
+    missing: str
+
+    def __str__(self):
+        return (
+            f"race on {self.memory}\n    {self.first.kind}: {self.first.place}\n"
+            f"    {self.second.kind}: {self.second.place}\n    missing: {self.missing}"
+        )
+
+    def told(self) -> dict:
+        """The same as plain values: memory, missing, and `sides`, each as `told_of` with the kind of access."""
+        sides = [{"kind": x.kind, **told_of(x.place)} for x in (self.first, self.second)]
+        return {"memory": self.memory, "sides": sides, "missing": self.missing}
+
+
+def told_of(place) -> dict:
+    """A place as plain values: agent (its name in search.py), rank, cta, role, what, file, line, function, source, and
+    called_at of the caller; file None outside of kernels."""
+    cta, code = place.part.cta, place.code
+    role = place.name.partition("(")[2].rstrip(")") or place.name
+    told = {"agent": name_of(place.part), "rank": cta.rank, "cta": cta.id, "role": role, "what": place.what}
+    file = os.path.basename(code.co_filename) if code else None
+    told |= {"file": file, "line": place.line, "function": code.co_name if code else None, "source": place.source}
+    return {**told, "called_at": describe(*place.caller) if place.caller else None}
 
 
 def missing_order(space: str, x, access, who, why: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from tileweave.emulator.clocks import ALIAS, GENERIC, GLOBAL, SHARED, Clock, Past, merged
-from tileweave.emulator.explain import missing_order
+from tileweave.emulator.explain import Race, missing_order
 from tileweave.emulator.locations import Location
 from tileweave.emulator.places import Place
 from tileweave.emulator.regions import Region
@@ -279,10 +279,8 @@ class Memory:
 
     def found(self, x: Access, access: Access, who, why: str) -> None:
         """Report a race of access `x` with a later one by agent `who`; `why` is what `missing_order` takes."""
-        self.world.found(
-            f"race on {self.space} memory {self.name}\n    {x.kind}: {x.place}\n    {access.kind}: {access.place}\n"
-            f"    missing: {missing_order(self.space, x, access, who, why)}"
-        )
+        missing = missing_order(self.space, x, access, who, why)
+        self.world.found(Race(f"{self.space} memory {self.name}", x, access, missing))
 
     def version(self, byte: int) -> int:
         """A number that grows with every change of the location at a byte, from now on."""
@@ -331,6 +329,7 @@ class Memory:
 
     def signal(self, byte: int, old: int, value: int, part: Partition | Copy) -> None:
         """A release at system scope by storing `value`, which a wait tells from other values stored there."""
+        self.world.coverage.raised(self, byte)
         location = self._location(byte, old)
         who = part.cta, part.lane, part.count
         location.write(value, dict(self.release(byte, part, "sys")), who)

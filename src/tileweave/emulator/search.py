@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tileweave.emulator.places import Place, kernel_frame
@@ -61,6 +63,37 @@ def name_of(agent: Any) -> str:
     if cta.id is None:
         return f"{cta.rank}.host"
     return f"{cta.rank}.{cta.launch}.{cta.id}.{'0' if name == 'main' else name.split(' ')[0]}"
+
+
+class Choice:
+    """The orders of the worlds that are made within `choosing`: `make(seed, index)` is that of the index-th one."""
+
+    def __init__(self, make: Callable[[int, int], Strategy], held: Iterable[tuple] = ()):
+        self.make, self.held = make, tuple(held)
+        self.worlds: list[World] = []
+
+    def next(self, world: World) -> Strategy:
+        """The strategy of one more world."""
+        self.worlds.append(world)
+        return self.make(world.seed, len(self.worlds) - 1)
+
+
+_choice: ContextVar[Choice | None] = ContextVar("choice", default=None)
+
+
+def chosen() -> Choice | None:
+    """What the caller is within."""
+    return _choice.get()
+
+
+@contextmanager
+def choosing(choice: Choice) -> Iterator[Choice]:
+    """Within it, worlds that are not given a strategy take it from `choice`, whoever makes them."""
+    token = _choice.set(choice)
+    try:
+        yield choice
+    finally:
+        _choice.reset(token)
 
 
 class _Queue:

@@ -17,12 +17,13 @@ from tileweave.emulator.agents import CTA, HOST_LAUNCH, Partition
 from tileweave.emulator.async_words import release_shared_memory
 from tileweave.emulator.clocks import Clock, Past, merged
 from tileweave.emulator.copies import finish, start
+from tileweave.emulator.coverage import Coverage
 from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
-from tileweave.emulator.explain import deadlock
+from tileweave.emulator.explain import Race, deadlock, told_of
 from tileweave.emulator.hosts import Host
 from tileweave.emulator.memory import Memory
 from tileweave.emulator.rebuild import rebuilt, translate
-from tileweave.emulator.search import RandomOrder, Strategy
+from tileweave.emulator.search import RandomOrder, Strategy, chosen
 from tileweave.emulator.views import Descriptor, Multicast, Pointer, region_of
 
 _COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
@@ -75,7 +76,11 @@ class World:
             raise ValueError(f"delayed ranks {unknown}: only 0 to {ranks - 1} are legal")
         self.ranks, self.seed, self.sms, self.halt = ranks, seed, sms, halt
         self.reduce_scope, self.max_steps = reduce_scope, max_steps
+        choice = chosen()
+        if strategy is None and choice is not None:
+            strategy, held = choice.next(self), (*held, *choice.held)
         self._held = {*held, *(("rank", rank) for rank in delayed)}
+        self.coverage = Coverage()
         self.host_timeout = host_timeout
         self.races: list[str] = []
         self.steps = self.trace = 0
@@ -250,6 +255,7 @@ class World:
         while cta.ops:
             host.block(cta.waiters, lambda: f"transfers of CTA {cta.id} to end")
         cta.ended = True
+        self.coverage.ended(cta)
         self._running.remove(cta)
         clock = host.clock
         clock.past = (merged(clock.past[0], part.clock.past[0]), *clock.past[1:])
@@ -310,7 +316,9 @@ class World:
                 raise host.error
         blocked = [part for part in self.parts if part.waiting]
         if blocked:
-            raise DeadlockError(deadlock(blocked))
+            raise DeadlockError(
+                deadlock(blocked), {"blocked": [told_of(part.waiting[0]) for part in blocked if part.waiting]}
+            )
 
     @property
     def idle(self) -> bool:
@@ -363,11 +371,11 @@ class World:
         pasts += [cta.final.past[0].ended for cta in self._running]
         return [min(ended) for ended in zip(*pasts, strict=True)]
 
-    def found(self, text: str) -> None:
-        """A race."""
+    def found(self, race: Race | str) -> None:
+        """A race, or the text of one that is not between accesses to memory."""
         if self.halt:
-            raise RaceError(text)
-        self.races.append(text)
+            raise RaceError(str(race), None if isinstance(race, str) else race.told())
+        self.races.append(str(race))
 
 
 @lru_cache(256)

@@ -1,0 +1,90 @@
+"""What is checked: something that makes emulated worlds, runs them, and asserts that the results are right."""
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tileweave as tw
+
+
+class Case(Protocol):
+    """One thing to check; pickled, so that several processes can run its schedules."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks its worlds have."""
+
+    def run(self, seed: int) -> str:
+        """Run once, in worlds that take their order from `seed`; returns which variant of the case this was ("": it has
+        one). AssertionError if a result is wrong."""
+
+
+@dataclass(frozen=True)
+class FunctionCase:
+    """A function of one's own, `target` = "module:function": called with an emulated world of `ranks` ranks if it takes
+    an argument, with none if it makes its worlds itself. It asserts what must hold, and returns nothing.
+
+    TypeError if the target is not such a function; ImportError if there is no such module.
+    """
+
+    target: str
+    ranks: int = 2
+    sms: int = 4
+    path: str = ""  # a folder to find the module in, besides those that Python looks into
+
+    @property
+    def name(self) -> str:
+        """The target."""
+        return self.target
+
+    def function(self) -> Callable[..., Any]:
+        """The function itself."""
+        module, colon, attribute = self.target.partition(":")
+        if not (module and colon and attribute):
+            raise TypeError(f"expected module:function, got {self.target!r}")
+        if self.path and self.path not in sys.path:
+            sys.path.insert(0, self.path)
+        found = getattr(importlib.import_module(module), attribute, None)
+        if not callable(found):
+            raise TypeError(f"{module} has no function {attribute!r}: expected module:function")
+        if len(_required(found)) > 1:
+            raise TypeError(
+                f"{self.target} takes {len(_required(found))} arguments: a check calls it with a world or none"
+            )
+        return found
+
+    def run(self, seed: int) -> str:
+        """Call the function once."""
+        return call(self.function(), self.ranks, self.sms, seed)
+
+
+def call(function: Callable[..., Any], ranks: int, sms: int, seed: int) -> str:
+    """Call a function of one's own, with an emulated world if it takes one."""
+    if not _required(function):
+        function()
+        return ""
+    with tw.virtual_world(ranks, device="cpu", seed=seed, sms=sms) as world:
+        function(world)
+    return ""
+
+
+def function_case(target: str, ranks: int) -> FunctionCase:
+    """A FunctionCase for a target as typed in a shell: modules are looked for in the current folder, too."""
+    case = FunctionCase(target, ranks, path=os.getcwd())
+    case.function()
+    return case
+
+
+def _required(function: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]

@@ -1,0 +1,174 @@
+"""Many schedules of one case, in several processes, within a time: what was run, what it exercised, what was found."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from tileweave.checker.cases import Case
+from tileweave.checker.story import story
+from tileweave.checker.trial import Finding, Outcome, run_trial, shortened
+
+
+@dataclass
+class Report:
+    """What a check came to.
+
+    schedules: how many were run of those `asked` for; seconds: how long that took; orders, scenarios, variants: how
+    many of each; steps: of all agents together; rings, flags, flag_uses: what one schedule exercised at least (see
+    emulator/coverage.py); too_small: why the case is too small to be a check, empty if it is not; finding: of schedule
+    `seed`, None if there was none.
+    """
+
+    case: str
+    ranks: int
+    asked: int
+    schedules: int = 0
+    seconds: float = 0.0
+    orders: dict[str, int] = field(default_factory=dict)
+    scenarios: dict[str, int] = field(default_factory=dict)
+    variants: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    rings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    flags: int = 0
+    flag_uses: int | None = None
+    finding: Finding | None = None
+    seed: int | None = None
+    scenario: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was found."""
+        return self.finding is None
+
+    @property
+    def too_small(self) -> list[str]:
+        """Which rings did not wrap in any CTA, and whether a flag was raised once only."""
+        why = [
+            f"ring {name} ({ring['slots']} slots) never wrapped: a slot is used {ring['uses'][1]} times at most"
+            for name, ring in self.rings.items()
+            if ring["uses"][1] < 2
+        ]
+        if self.flag_uses is not None and self.flag_uses < 2:
+            why.append("a flag was raised once only: its reuse by a later call was not seen")
+        if not self.rings and self.flag_uses is None:
+            why.append("no ring and no flag was used")
+        return why
+
+    @property
+    def story(self) -> str:
+        """The finding as a story; empty if there is none."""
+        if self.finding is None:
+            return ""
+        return story(self.finding, f"in the schedule of seed {self.seed} ({self.scenario})")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "ok": self.ok, "too_small": self.too_small, "story": self.story}
+
+    def take(self, outcome: Outcome) -> None:
+        """Take in one schedule."""
+        self.schedules += 1
+        _count(self.orders, outcome.order)
+        _count(self.scenarios, outcome.scenario)
+        self.steps += outcome.steps
+        if outcome.finding is not None:  # cut short: it has exercised less than a whole one
+            if self.seed is None or outcome.seed < self.seed:
+                self.finding, self.seed = outcome.finding, outcome.seed
+                self.scenario = f"{outcome.order} order, {outcome.scenario}"
+            return
+        if outcome.variant:
+            _count(self.variants, outcome.variant)
+        for told in outcome.coverage:
+            for name, ring in told["rings"].items():
+                low, high = self.rings.get(name, ring)["uses"]
+                uses = [min(low, ring["uses"][0]), max(high, ring["uses"][1])]
+                self.rings[name] = {"slots": ring["slots"], "uses": uses}
+            if told["flags"]:
+                self.flags = max(self.flags, told["flags"])
+                self.flag_uses = min(told["uses"], self.flag_uses if self.flag_uses is not None else told["uses"])
+
+
+def check(
+    case: Case,
+    seeds: Iterable[int] = range(100),
+    *,
+    seconds: float | None = None,
+    processes: int | None = None,
+    progress: Callable[[Report], None] | None = None,
+    shorten: bool = True,
+) -> Report:
+    """Run a case under the schedules of `seeds`, until one finds something, or for `seconds`.
+
+    `processes`: how many run schedules side by side, by default one for each of this process's cores, up to 8.
+    `progress` is called after each schedule. With `shorten` a failing schedule is cut down and told as a story.
+    """
+    seeds = list(seeds)
+    report, start = Report(case.name, case.ranks, len(seeds)), time.monotonic()
+    end = start + seconds if seconds is not None else None
+    processes = min(
+        processes or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8), len(seeds)
+    )
+    outcomes = _here(case, seeds, end) if processes <= 1 else _side_by_side(case, seeds, end, processes)
+    for outcome in outcomes:
+        report.take(outcome)
+        report.seconds = time.monotonic() - start
+        if progress:
+            progress(report)
+    if report.finding is not None and report.finding.kind != "error" and report.seed is not None and shorten:
+        report.finding = shortened(case, report.seed)
+    return report
+
+
+def _count(counts: dict[str, int], name: str) -> None:
+    counts[name] = counts.get(name, 0) + 1
+
+
+def _here(case: Case, seeds: list[int], end: float | None) -> Iterator[Outcome]:
+    for seed in seeds:
+        if end is not None and time.monotonic() >= end:
+            return
+        outcome = run_trial(case, seed)
+        yield outcome
+        if outcome.finding is not None:
+            return
+
+
+def _side_by_side(case: Case, seeds: list[int], end: float | None, processes: int) -> Iterator[Outcome]:
+    """The same in processes of their own, each of which has a few schedules to do at a time."""
+    # A process with other threads cannot be forked safely; a new interpreter takes seconds to import PyTorch.
+    forks = sys.platform == "linux" and threading.active_count() == 1
+    context = multiprocessing.get_context("fork" if forks else "spawn")
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_one_thread) as pool:
+        running: set[Future[Outcome]] = set()
+        waiting, over = iter(seeds), False
+        while True:
+            while not over and len(running) < 2 * processes and (end is None or time.monotonic() < end):
+                seed = next(waiting, None)
+                if seed is None:
+                    break
+                running.add(pool.submit(run_trial, case, seed))
+            if not running:
+                return
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                if not future.cancelled():
+                    outcome = future.result()
+                    over = over or outcome.finding is not None
+                    yield outcome
+            over = over or (end is not None and time.monotonic() >= end)
+            if over:
+                running = {future for future in running if not future.cancel()}
+
+
+def _one_thread() -> None:
+    torch.set_num_threads(1)

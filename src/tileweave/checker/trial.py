@@ -1,0 +1,182 @@
+"""One schedule of a case: its seed says which order, which hostile scenario and which variant; what came of it.
+
+| scenario | what it does to the fabric |
+|---|---|
+| calm | nothing beyond what the order itself does |
+| a rank starts late | its host launches only when no other rank can go on, so that the others are a call ahead |
+| a rank is slow | none of its agents runs while another rank's can |
+| transfers land late | TMA stores, adds and copies land only when nobody else can run, in any order |
+| a rank's transfers land late | only those that it has issued |
+| loads are late | TMA loads read only when nobody else can run |
+| products are late | wgmma read their operands only when nobody else can run |
+
+All of them meet the random order and PCT, and every variant of the case, as seeds go on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tileweave.checker.cases import Case
+from tileweave.emulator import DeadlockError, EmulatorError, ProtocolError, RaceError
+from tileweave.emulator.search import Choice, PriorityOrder, RandomOrder, Recorded, Replay, Strategy, Turns, choosing
+from tileweave.emulator.shrink import Shrunk, shrink
+
+_LANDING = ("TMA store", "TMA reduce-add", "copy-engine copy")
+SCENARIOS: dict[str, Callable[[int], list[tuple]]] = {
+    "calm": lambda rank: [],
+    "rank {} starts late": lambda rank: [("cta", rank, None)],
+    "rank {} is slow": lambda rank: [("rank", rank)],
+    "transfers land late": lambda rank: [("op", kind) for kind in _LANDING],
+    "transfers of rank {} land late": lambda rank: [("op", kind, rank) for kind in _LANDING],
+    "loads are late": lambda rank: [("op", "TMA load")],
+    "products are late": lambda rank: [("op", "wgmma")],
+}
+_KINDS = {RaceError: "race", DeadlockError: "deadlock", ProtocolError: "misuse"}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a seed stands for. Every third one takes PCT, with runs taken to have anything from 30 to 30,000 steps."""
+
+    seed: int
+    ranks: int
+
+    @property
+    def order(self) -> str:
+        """random or priorities."""
+        return "priorities" if self.seed % 3 == 2 else "random"
+
+    @property
+    def rank(self) -> int:
+        """The rank that the scenario is about."""
+        return self.seed // len(SCENARIOS) % self.ranks
+
+    @property
+    def scenario(self) -> str:
+        """What is done to the fabric."""
+        return list(SCENARIOS)[self.seed % len(SCENARIOS)].format(self.rank)
+
+    @property
+    def held(self) -> list[tuple]:
+        """The agents that run when nobody else can, as a World takes them."""
+        return list(SCENARIOS.values())[self.seed % len(SCENARIOS)](self.rank)
+
+    def strategy(self, index: int) -> Strategy:
+        """The order of the index-th world."""
+        seed = self.seed + index * 1_000_003
+        if self.order == "random":
+            return RandomOrder(seed)
+        return PriorityOrder(seed, depth=2 + self.seed % 4, steps=(30, 300, 3_000, 30_000)[self.seed // 3 % 4])
+
+
+@dataclass
+class Finding:
+    """What a schedule showed. kind: race, deadlock, misuse, wrong result, or error (of the case's own code); text: what
+    the emulator or the assertion said; told: its parts (see emulator/explain.py); turns, draws: the shortened schedule
+    of the world that failed; was: how many turns it had; steps: the last places of those concerned, oldest first."""
+
+    kind: str
+    text: str
+    told: dict[str, Any] = field(default_factory=dict)
+    turns: Turns | None = None
+    draws: list[int] = field(default_factory=list)
+    was: int = 0
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Outcome:
+    """What became of one schedule."""
+
+    seed: int
+    order: str
+    scenario: str
+    variant: str
+    steps: int
+    coverage: list[dict[str, Any]]
+    finding: Finding | None = None
+
+
+def run_trial(case: Case, seed: int) -> Outcome:
+    """Run a case once, in the order that the seed stands for."""
+    trial = Trial(seed, case.ranks)
+    choice = Choice(lambda _, index: trial.strategy(index), trial.held)
+    variant, finding = _run(case, seed, choice)
+    steps = sum(world.steps for world in choice.worlds)
+    coverage = [world.coverage.told() for world in choice.worlds]
+    return Outcome(seed, trial.order, trial.scenario, variant, steps, coverage, finding)
+
+
+def _run(case: Case, seed: int, choice: Choice) -> tuple[str, Finding | None]:
+    with choosing(choice):
+        try:
+            return case.run(seed), None
+        except EmulatorError as error:
+            kind = next(kind for type_, kind in _KINDS.items() if isinstance(error, type_))
+            return "", Finding(kind, RuntimeError.__str__(error), error.told)
+        except AssertionError as error:
+            text = str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
+            return "", Finding("wrong result", text)
+        except Exception as error:  # of the case's own code: a schedule is no excuse for it
+            return "", Finding("error", "".join(traceback.format_exception(error)[-3:]).strip())
+
+
+def shortened(case: Case, seed: int, *, tries: int = 60, seconds: float = 20.0) -> Finding:
+    """The finding of a seed again, in the shortest schedule that can be found in so many tries or seconds."""
+    trial = Trial(seed, case.ranks)
+    recorded: list[Recorded] = []
+
+    def record(_: int, index: int) -> Strategy:
+        recorded.append(Recorded(trial.strategy(index)))
+        return recorded[-1]
+
+    _, finding = _run(case, seed, Choice(record, trial.held))
+    if finding is not None and not recorded:  # it does not take a world to show
+        return finding
+    if finding is None:
+        raise RuntimeError(f"seed {seed} found something once, and now does not: the case itself depends on chance")
+    last, first = len(recorded) - 1, finding
+
+    def again(strategy: Strategy) -> Finding | None:
+        choice = Choice(lambda _, index: strategy if index == last else trial.strategy(index), trial.held)
+        return _run(case, seed, choice)[1]
+
+    def fails(replay: Replay) -> bool:
+        found = again(replay)
+        return found is not None and found.kind == first.kind
+
+    short = shrink(fails, recorded[last].turns, recorded[last].draws, tries=tries, seconds=seconds)
+    return _retold(again, short, finding)
+
+
+def _retold(again: Callable[[Strategy], Finding | None], short: Shrunk, finding: Finding) -> Finding:
+    """The finding as the shortened schedule shows it, with what those concerned did before."""
+    recorded = Recorded(Replay(short.turns, short.draws))
+    found = again(recorded) or finding
+    found.turns, found.draws, found.was = short.turns, short.draws, short.was
+    agents = [side["agent"] for side in found.told.get("sides", ())]
+    found.steps = _last_places(recorded.steps, agents)
+    return found
+
+
+def _last_places(steps: Iterable[tuple[str, Any]], agents: list[str], each: int = 5) -> list[dict[str, Any]]:
+    """The last places in a kernel at which these agents went on, a line of the kernel once in a row, oldest first."""
+    from tileweave.emulator.explain import told_of
+
+    kept: list[dict[str, Any]] = []
+    left = dict.fromkeys(agents, each)
+    for name, place in reversed(list(steps)):
+        agent = name.partition("@")[0]
+        if place is None or not left.get(agent):
+            continue
+        told = told_of(place)
+        same = next((other for other in reversed(kept) if other["agent"] == agent), None)
+        if same and (same["line"], same["file"]) == (told["line"], told["file"]):
+            continue
+        kept.append({**told, "is_operation": "@" in name})
+        left[agent] -= 1
+    return kept[::-1]

@@ -1,0 +1,120 @@
+"""`tileweave check`: an op, or a test of a kernel of one's own, under many hostile schedules of the emulator."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tileweave import checker
+from tileweave.checker.cases import Case, function_case
+from tileweave.cli.problem import LARGEST_SEED, BadUsage
+from tileweave.fabric import MAX_RANKS
+
+SCHEDULES, SECONDS = 100, 300.0
+
+Op = Annotated[
+    str, typer.Argument(metavar="OP", help=f"One of {', '.join(checker.OPS)}; or module:function, a test of your own.")
+]
+Ranks = Annotated[int, typer.Option(help="Number of emulated ranks.")]
+Shape = Annotated[
+    str, typer.Option(help="Sizes of the whole problem, m=512,n=512,k=2048, of which each rank has a share.")
+]
+Schedules = Annotated[int, typer.Option(help="How many schedules to run.")]
+Seed = Annotated[int, typer.Option(help="Of the first schedule; the others follow.")]
+Seconds = Annotated[float, typer.Option(help="Stop after so many seconds, and say what was covered.")]
+Processes = Annotated[int | None, typer.Option(help="How many schedules run side by side. Default: one per core.")]
+
+
+def run_check(
+    console: Console | None, op: str, ranks: int, shape: str, schedules: int, seed: int, seconds: float,
+    processes: int | None,
+) -> checker.Report:  # fmt: skip
+    """Check what the command line names. With a `console`, a progress bar on it, and the report at the end.
+
+    Raises BadUsage for arguments that make no sense, naming what would.
+    """
+    case = _case(op, ranks, shape)
+    for name, value, least in (("schedules", schedules, 1), ("processes", processes, 1), ("seconds", seconds, 0.0)):
+        if value is not None and value < least:
+            raise BadUsage(f"--{name} must be at least {least}, got {value}")
+    if not 0 <= seed <= LARGEST_SEED:
+        raise BadUsage(f"--seed must be from 0 to {LARGEST_SEED}, got {seed}")
+    seeds = range(seed, seed + schedules)
+    if console is None:
+        return checker.check(case, seeds, seconds=seconds, processes=processes)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"{case.name}, {ranks} ranks", total=schedules)
+        report = checker.check(
+            case, seeds, seconds=seconds, processes=processes,
+            progress=lambda report: bar.update(task, completed=report.schedules),
+        )  # fmt: skip
+    show(console, case, report, seed)
+    return report
+
+
+def _case(op: str, ranks: int, shape: str) -> Case:
+    if not 1 <= ranks <= MAX_RANKS:
+        raise BadUsage(f"--ranks must be from 1 to {MAX_RANKS}, got {ranks}")
+    try:
+        if ":" not in op:
+            return checker.OpCase(op, ranks, _sizes(shape))
+        if shape:
+            raise BadUsage("--shape belongs to an op; a function of one's own has its sizes in itself")
+        return function_case(op, ranks)
+    except (ValueError, TypeError, ImportError) as error:
+        raise error if isinstance(error, BadUsage) else BadUsage(str(error)) from error
+
+
+def _sizes(shape: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in filter(None, shape.split(",")):
+        name, equals, value = part.strip().partition("=")
+        if not equals or not value.isdecimal() or len(value) > 6:
+            raise BadUsage(f"--shape takes name=SIZE,... with sizes from 0 to 999999, got {part!r}")
+        if name in sizes:
+            raise BadUsage(f"--shape names {name} twice: {shape!r}")
+        sizes[name] = int(value)
+    return sizes
+
+
+def show(console: Console, case: Case, report: checker.Report, seed: int) -> None:
+    """Print a report: what was run, what it exercised, what was found."""
+    console.print(f"[bold]{escape(case.name)}[/], {case.ranks} emulated rank{'s' * (case.ranks != 1)}")
+    for name, text in _rows(case, report, seed).items():
+        console.print(f"  [cyan]{name:<9}[/] {escape(text)}")
+    if report.finding is not None:
+        console.print()
+        console.print(escape(report.story), style="red" if console.is_terminal else None)
+        console.print(
+            f"\nthe same again: tileweave check {case.name} --ranks {case.ranks} --seed {report.seed} --schedules 1"
+        )
+        return
+    for why in report.too_small:
+        console.print(f"  [yellow]too small to be a check[/]: {escape(why)}")
+    verdict = "clean" if report.schedules == report.asked else "clean as far as it went: the time was up"
+    console.print(f"  [cyan]{'result':<9}[/] {verdict}")
+
+
+def _rows(case: Case, report: checker.Report, seed: int) -> dict[str, str]:
+    done = f"{report.schedules} of {report.asked} (seeds from {seed}), {report.steps:,} steps, {report.seconds:.1f} s"
+    rows = {"schedules": done, "orders": _counts(report.orders), "fabric": _counts(report.scenarios)}
+    if report.variants:
+        rows["variants"] = _counts(report.variants)
+    sizes: dict[str, Any] = getattr(case, "sizes", {})
+    if sizes:
+        problem = " ".join(f"{name}={size}" for name, size in sizes.items())
+        rows = {"problem": f"{problem}, {checker.ops.CALLS} calls with new data"} | rows
+    if report.rings:
+        wrapped = [ring for ring in report.rings.values() if ring["uses"][1] > 1]
+        uses = max(ring["uses"][1] for ring in report.rings.values())
+        rows["rings"] = f"{len(wrapped)} of {len(report.rings)} wrapped; a slot was used up to {uses} times by a CTA"
+    if report.flag_uses is not None:
+        rows["flags"] = f"{report.flags}, each raised {report.flag_uses} times or more"
+    return rows
+
+
+def _counts(counter: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counter.items(), key=lambda item: -item[1]))

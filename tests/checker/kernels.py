@@ -1,0 +1,39 @@
+"""Functions to check: a tile passed on to the next rank, right, wrong in several ways, and by chance."""
+
+import runpy
+from pathlib import Path
+
+from tileweave.emulator import World
+
+_LESSON = runpy.run_path(str(Path(__file__).parents[2] / "examples/02_a_race_found.py"))
+
+
+def passed_on():
+    """Right."""
+    assert _LESSON["run"](True, 0)
+
+
+def told_too_early():
+    """A race."""
+    assert _LESSON["run"](False, 0)
+
+
+def wrong_result(world):
+    """A result that is wrong in every schedule."""
+    assert world.size == 0, "there are ranks"
+
+
+def broken():
+    """A fault of the test itself."""
+    raise KeyError("no such thing")
+
+
+def out_of_order():
+    """Wrong in some schedules only: it relies on rank 0 being first."""
+    came = []
+    World(2).run(came.append)
+    assert came[0] == 0, "rank 1 was first"
+
+
+def two(world, more):
+    """Takes too much."""

@@ -1,0 +1,128 @@
+"""Checks: clean ones say what they covered, findings come as a story with the order that was missing."""
+
+import json
+
+import pytest
+
+from tests.checker import kernels
+from tileweave.checker import OPS, SCENARIOS, FunctionCase, OpCase, check, run_trial
+from tileweave.checker.trial import Trial, shortened
+from tileweave.cli import main
+
+HERE = "tests.checker.kernels"
+
+
+def case(name, ranks=2):
+    return FunctionCase(f"{HERE}:{name}", ranks)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_is_clean_and_wraps_what_it_uses(op):
+    report = check(OpCase(op, 2), range(2), processes=1)
+    assert report.ok, report.story
+    assert report.schedules == 2 and not report.too_small
+
+
+def test_a_default_check_is_large_enough():
+    case = OpCase("matmul_reduce_scatter", 4)
+    assert case.sizes == {"m": 512, "n": 512, "k": 2048} and case.calls == 2
+    report = check(case, range(2), processes=1)
+    assert report.ok and not report.too_small and set(report.variants) == {"intra_sm", "intra_sm, deterministic"}
+    assert report.flag_uses == 2 and max(ring["uses"][1] for ring in report.rings.values()) >= 5
+
+
+def test_a_small_check_is_called_small():
+    report = check(OpCase("matmul_reduce_scatter", 2, {"m": 32, "n": 64, "k": 64}, calls=1), range(1), processes=1)
+    assert report.ok and any("never wrapped" in why for why in report.too_small)
+    assert any("once only" in why for why in report.too_small)
+
+
+def test_seeds_go_through_every_order_and_scenario():
+    trials = [Trial(seed, 2) for seed in range(2 * len(SCENARIOS) * 3)]
+    assert len({(trial.order, trial.scenario) for trial in trials}) == 2 * (2 * len(SCENARIOS) - 4)
+    assert {trial.rank for trial in trials} == {0, 1}
+
+
+def test_a_seed_replays():
+    first, second = (run_trial(OpCase("all_gather", 2, {"m": 16, "n": 16}), 5) for _ in range(2))
+    assert first == second and first.steps > 0
+
+
+def test_a_race_is_told_as_a_story():
+    report = check(case("told_too_early"), range(3), processes=1)
+    assert not report.ok and report.finding.kind == "race"
+    text = report.story
+    for part in (
+        "A race on global memory inbox", "CTA 0", "TMA store wrote it", "nothing orders the first",
+        "store_wait for the TMA store", "gl.load_async(inbox, rank, [0, 0], tile, bar)", "no particular order",
+    ):  # fmt: skip
+        assert part in text, text
+    json.dumps(report.to_dict())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("passed_on", None), ("wrong_result", "wrong result"), ("broken", "error")])
+def test_what_a_function_comes_to(name, kind):
+    report = check(case(name), range(4), processes=1)
+    assert report.ok is (kind is None)
+    assert kind is None or (report.finding.kind == kind and report.schedules == 1)
+
+
+def test_what_few_schedules_show_is_shortened():
+    report = check(case("out_of_order"), range(200), processes=1)
+    assert report.finding.kind == "wrong result" and "rank 1 was first" in report.story
+    assert report.finding.turns == [("1.host", 1)]
+    assert shortened(case("out_of_order"), report.seed).turns == report.finding.turns
+
+
+def test_processes_find_the_same():
+    report = check(case("told_too_early"), range(6), processes=2)
+    assert report.finding.kind == "race"
+
+
+def test_time_is_kept():
+    report = check(case("passed_on"), range(100_000), seconds=1.0, processes=1)
+    assert report.ok and 0 < report.schedules < 100_000 and report.seconds < 5
+
+
+@pytest.mark.parametrize("target", ["nothing", ":x", f"{HERE}:", f"{HERE}:absent", f"{HERE}:HERE", f"{HERE}:two"])
+def test_targets_that_are_no_functions(target):
+    with pytest.raises(TypeError):
+        FunctionCase(target).function()
+
+
+def run(capsys, *arguments):
+    code = main(["check", *arguments])
+    return code, capsys.readouterr()
+
+
+def test_the_command(capsys):
+    code, shown = run(capsys, "all_gather", "--ranks", "2", "--schedules", "2", "--processes", "1")
+    assert code == 0 and "result" in shown.out and "clean" in shown.out and "each raised 2 times" in shown.out
+    code, shown = run(capsys, "all_gather", "--ranks", "2", "--schedules", "1", "--processes", "1", "--json")
+    assert code == 0 and json.loads(shown.out)["ok"] is True
+
+
+def test_the_command_on_a_function_of_ones_own(capsys):
+    code, shown = run(capsys, f"{HERE}:told_too_early", "--schedules", "1", "--processes", "1")
+    assert code == 1 and "A race on global memory inbox" in shown.out and "--seed 0 --schedules 1" in shown.out
+    code, shown = run(capsys, f"{HERE}:told_too_early", "--schedules", "1", "--processes", "1", "--json")
+    assert code == 1 and json.loads(shown.out)["finding"]["kind"] == "race"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("matmul",), ("all_gather", "--ranks", "0"), ("all_gather", "--shape", "k=5"), ("all_gather", "--shape", "m=x"),
+        ("all_gather", "--ranks", "3", "--shape", "m=4"), ("all_gather", "--schedules", "0"),
+        ("all_gather", "--seed", "-1"), ("all_gather", "--processes", "0"), (f"{HERE}:absent",),
+        (f"{HERE}:passed_on", "--shape", "m=4"),
+        ("no.such.module:test",), ("all_gather", "--shape", "m=4,m=4"),
+    ],
+)  # fmt: skip
+def test_bad_usage(arguments, capsys):
+    code, shown = run(capsys, *arguments)
+    assert code == 2 and shown.err.startswith("tileweave: ")
+
+
+def test_kernels_are_those_of_the_lesson():
+    kernels.passed_on()
