@@ -72,8 +72,7 @@ def attention(
         check_tiling(call, tiling)
         if call.batch * call.heads * call.rows == 0 or call.cols == 0:
             return _nothing(call, q)
-        given = [as_heads(x, layout) for x in (q, k, v)]
-        prepared = prepare(fabric, call, tiling, layout, *given)
+        prepared = prepare(fabric, call, tiling, layout, q, k, v)
         remembered = fabric.views(NAME)
         if remembered is not None:
             if len(remembered) == KINDS:
@@ -108,13 +107,12 @@ def as_heads(x: torch.Tensor, layout: str) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Prepared:
-    """A call but for its tensors' data. head, tail: the kernel's arguments behind the descriptors and lse."""
+    """A call but for its tensors' data. operands: of q, k and v the descriptor, and whether it is that of a copy; tail:
+    the kernel's arguments behind `next`."""
 
     call: Call
     layout: str
-    q: Box
-    k: Box
-    v: Box
+    operands: tuple[tuple[Box, bool], ...]
     out: Box
     next: torch.Tensor
     tail: tuple[Any, ...]
@@ -128,8 +126,11 @@ class Prepared:
         lse = torch.empty(
             (call.batch, call.heads, call.rows) if call.return_lse else 1, dtype=torch.float32, device=q.device
         )
-        boxes = [box.at(as_heads(x, self.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))]
-        args = (*boxes, self.out.at(out), lse, self.next, *self.tail)
+        given = (
+            box.at(as_heads(x, self.layout) if copied else x)
+            for (box, copied), x in zip(self.operands, (q, k, v), strict=True)
+        )
+        args = (*given, self.out.at(out), lse, self.next, *self.tail)
         fabric.launch(attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return (out, lse) if call.return_lse else out
 
@@ -137,7 +138,7 @@ class Prepared:
 def prepare(
     fabric: Fabric, call: Call, tiling: Tiling, layout: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Prepared:
-    """Everything of a launch but the tensors' data; q, k and v as of `as_heads`."""
+    """Everything of a launch but the tensors' data."""
     channel = fabric.channel(NAME, 0, 0)
     dim = padded_dim(call.dim)
     tiles = math.ceil(call.rows / (tiling.consumers * ROWS)) * call.batch * call.heads
@@ -160,9 +161,14 @@ def prepare(
         tiling.q_bufs,
         tiling.take_turns,
     )
-    rows, blocks = (1, 1, ROWS, dim), (1, 1, tiling.bn, dim)
-    boxes = Box(q, rows), Box(k, blocks), Box(v, blocks), Box(as_heads(out, "bhsd"), rows)
-    return Prepared(call, layout, *boxes, channel.state, tail, min(fabric.sms, tiles))
+    blocks = (1, 1, ROWS, dim), (1, 1, tiling.bn, dim), (1, 1, tiling.bn, dim)
+    seen = [as_heads(x, layout) for x in (q, k, v)]
+    operands = tuple(
+        (Box(view, block), view.data_ptr() != x.data_ptr())
+        for x, view, block in zip((q, k, v), seen, blocks, strict=True)
+    )
+    result = Box(as_heads(out, "bhsd"), blocks[0])
+    return Prepared(call, layout, operands, result, channel.state, tail, min(fabric.sms, tiles))
 
 
 def heads_together(call: Call) -> int:
