@@ -7,6 +7,7 @@ from tileweave.ops.collectives import all_gather, all_reduce, all_to_all, reduce
 from tileweave.ops.grouped_matmul import grouped_matmul
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tileweave.ops.moe import TokenRoute, moe_combine, moe_dispatch_matmul, moe_matmul_combine
 from tileweave.ops.ring_attention import ring_attention
 from tileweave.ops.route import Route
 from tileweave.ops.sequence.placement import place_sequence, unplace_sequence
@@ -18,6 +19,7 @@ __all__ = [
     "FabricTimeout",
     "Plan",
     "Route",
+    "TokenRoute",
     "__version__",
     "all_gather",
     "all_gather_matmul",
@@ -29,6 +31,9 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "memory_report",
+    "moe_combine",
+    "moe_dispatch_matmul",
+    "moe_matmul_combine",
     "place_sequence",
     "reduce_scatter",
     "ring_attention",

@@ -7,6 +7,7 @@ from tileweave.ops import collectives as _collectives
 from tileweave.ops import grouped_matmul as _grouped_matmul
 from tileweave.ops import matmul_all_reduce as _matmul_all_reduce
 from tileweave.ops import matmul_reduce_scatter as _matmul_reduce_scatter
+from tileweave.ops import moe as _moe
 from tileweave.ops import ring_attention as _ring_attention
 from tileweave.ops import ulysses_attention as _ulysses_attention
 from tileweave.ops.route import Route
@@ -16,6 +17,7 @@ ROUTES: dict[str, Callable[..., Route]] = {
     "grouped_matmul": _grouped_matmul.route,
     "matmul_all_reduce": _matmul_all_reduce.route,
     "matmul_reduce_scatter": _matmul_reduce_scatter.route,
+    "moe_dispatch_matmul": _moe.explain_dispatch,
     "ring_attention": _ring_attention.route,
     "ulysses_attention": _ulysses_attention.route,
     **_collectives.ROUTES,

@@ -1,0 +1,102 @@
+"""The contracts of the ops of experts, held before anything is launched."""
+
+from typing import Any
+
+import torch
+
+from tileweave.fabric import Fabric
+from tileweave.ops.contract import DTYPES
+from tileweave.ops.moe.routing import Experts, TokenRoute
+
+NAME = "moe_dispatch_matmul"
+ACTIVATIONS = (None, "silu")
+LARGEST = 1 << 29  # rows of a rank: slots and rows are counted in 32 bits
+
+
+def check_dispatch(
+    fabric: Fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens
+) -> Experts:
+    """Hold the arguments of a dispatch to the contract; TypeError or ValueError if they break it."""
+    optional = (("topk_weight", topk_weight), ("w_gate", w_gate))
+    for name, value in (
+        ("x", x),
+        ("topk_index", topk_index),
+        ("w", w),
+        *(each for each in optional if each[1] is not None),
+    ):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(value).__name__}")
+        if value.device != x.device:
+            raise ValueError(f"{NAME}: {name} must be on x's device {x.device}, got {value.device}")
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"{NAME}: x must be [T, H] and w [E_local, H, I], got {list(x.shape)} and {list(w.shape)}")
+    if x.dtype not in DTYPES or w.dtype != x.dtype:
+        raise ValueError(f"{NAME}: x and w must both be bfloat16 or both float16, got {x.dtype} and {w.dtype}")
+    if w_gate is not None and (w_gate.shape != w.shape or w_gate.dtype != w.dtype):
+        raise ValueError(
+            f"{NAME}: w_gate must be as w, {list(w.shape)} of {w.dtype}, got {list(w_gate.shape)} of {w_gate.dtype}"
+        )
+    if topk_index.dim() != 2 or topk_index.shape[0] != x.shape[0] or topk_index.shape[1] < 1:
+        raise ValueError(
+            f"{NAME}: topk_index must be [{x.shape[0]}, k] with k of 1 at least, got {list(topk_index.shape)}"
+        )
+    if topk_index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{NAME}: topk_index must be int32 or int64, got {topk_index.dtype}")
+    if topk_weight is not None and (topk_weight.shape != topk_index.shape or not topk_weight.is_floating_point()):
+        raise ValueError(
+            f"{NAME}: topk_weight must be floating-point numbers of shape {list(topk_index.shape)}, "
+            f"got {topk_weight.dtype} of {list(topk_weight.shape)}"
+        )
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{NAME}: activation must be None or 'silu', got {activation!r}")
+    _check_count("capacity", capacity)
+    _check_count("max_tokens", max_tokens)
+    if max_tokens is not None and x.shape[0] > max_tokens:
+        raise ValueError(f"{NAME}: x has {x.shape[0]} rows, max_tokens={max_tokens} must be at least that")
+    if capacity is None and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{NAME}: capacity=None waits for sizes, which cannot be captured in a CUDA graph; give a capacity"
+        )
+    return check_experts(fabric, w, experts)
+
+
+def check_experts(fabric: Fabric, w: torch.Tensor, experts: Any) -> Experts:
+    """How experts are divided; ValueError unless w has this rank's."""
+    if experts is not None and (isinstance(experts, bool) or not isinstance(experts, int)):
+        raise TypeError(f"{NAME}: experts must be an int or None, got {experts!r}")
+    world = fabric.world_size
+    found = Experts(w.shape[0] * world if experts is None else experts, world)
+    if found.total < world:
+        raise ValueError(f"{NAME}: experts must be at least one for each of {world} ranks, got {found.total}")
+    first, end = found.of(fabric.rank)
+    if end - first != w.shape[0]:
+        raise ValueError(
+            f"{NAME}: of {found.total} experts rank {fabric.rank} of {world} has {end - first}, "
+            f"numbers {first} to {end - 1}, but w has {w.shape[0]}"
+        )
+    return found
+
+
+def check_rows(name: str, what: str, y: Any, route: Any, world: int) -> None:
+    """TypeError or ValueError unless `y` has the rows of a route."""
+    if not isinstance(route, TokenRoute):
+        raise TypeError(f"{name}: route must be what moe_dispatch_matmul returned, got {type(route).__name__}")
+    if not isinstance(y, torch.Tensor):
+        raise TypeError(f"{name}: {what} must be a torch.Tensor, got {type(y).__name__}")
+    rows = route.row_slot.shape[0]
+    if y.dim() != 2 or y.shape[0] != rows or y.dtype not in DTYPES or y.device != route.row_slot.device:
+        raise ValueError(
+            f"{name}: {what} must be [{rows}, I] of bfloat16 or float16 on {route.row_slot.device}, "
+            f"got {list(y.shape)} of {y.dtype} on {y.device}"
+        )
+    if route.token_slot.shape[1] != world:
+        raise ValueError(f"{name}: route is of a group of {route.token_slot.shape[1]} ranks, this one has {world}")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{NAME}: {name} must be an int or None, got {value!r}")
+    if not 1 <= value <= LARGEST:
+        raise ValueError(f"{NAME}: {name} must be from 1 to {LARGEST}, or None, got {value}")

@@ -1,0 +1,118 @@
+"""The ops of expert parallelism: what users call."""
+
+import torch
+
+from tileweave.fabric import fabric_of, group_name
+from tileweave.ops.grouped_matmul import grouped_matmul
+from tileweave.ops.moe.check import NAME, check_dispatch, check_rows
+from tileweave.ops.moe.routing import TokenRoute, make_route
+from tileweave.ops.moe.unfused import combine, dispatch
+from tileweave.ops.route import Route
+from tileweave.planner import Plan
+
+
+def moe_dispatch_matmul(
+    x: torch.Tensor,
+    topk_index: torch.Tensor,
+    w: torch.Tensor,
+    group=None,
+    *,
+    topk_weight: torch.Tensor | None = None,
+    capacity: int | None = None,
+    activation: str | None = None,
+    w_gate: torch.Tensor | None = None,
+    experts: int | None = None,
+    max_tokens: int | None = None,
+    plan: Plan | None = None,
+) -> tuple[torch.Tensor, TokenRoute]:
+    """All ranks' tokens to the ranks of their experts, and these experts' first matmul.
+
+    Args:
+        x: `[T, H]`, bfloat16 or float16, this rank's tokens; T may differ between ranks, 0 included.
+        topk_index: `[T, k]`, int32 or int64: the experts of each token by their number in the whole group; -1, or what
+            is no expert's number, is dropped. An expert that a token names twice gets two rows of it: both weights
+            count.
+        w: `[E_local, H, I]`, this rank's experts, as `grouped_matmul` takes them. Experts are divided as
+            torch.tensor_split does: consecutive ones, the first ranks one more if they do not divide.
+        group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
+            virtual world, else torch.distributed's WORLD, else a world of one.
+        topk_weight: `[T, k]`: what `moe_combine` multiplies the rows of a token with; None: 1.
+        capacity: rows that every rank takes in, the same on all. Then sizes depend on no data: no host synchronization
+            (see max_tokens). Rows beyond it are dropped, the last ones in the order of rows below: they count as 0 on
+            the way back, and route.dropped says how many of this rank's choices they were. None: as many rows as there
+            are, at the cost of one host synchronization; refused while a CUDA graph is captured.
+        activation: None, or "silu" of the product.
+        w_gate: as w: the result is silu(x @ w_gate) * (x @ w).
+        experts: how many there are in the group; None: E_local on each rank.
+        max_tokens: at least T of every rank, the same on all; with a capacity it keeps buffers small.
+        plan: of the grouped matmul, a `Plan`; None: the planner's.
+
+    Returns:
+        (y, route): y `[R, I]`, R = capacity or what came; rows are sorted by expert (route.offsets has their ends),
+        then by the rank that the token comes from, then by token and choice; zeros behind the last. route: a
+        `TokenRoute`, for the way back.
+
+    A token that several experts of a rank want is sent there once. Gradients of x, w, w_gate and, through the way back,
+    topk_weight exist; a backward pass is collective too, and the same inputs must require gradients on all ranks.
+
+    Raises:
+        ValueError, TypeError: the arguments break the rules above; nothing has been launched.
+        RuntimeError: capacity=None while a CUDA graph is captured.
+    """
+    fabric, name = fabric_of(group, x.device if isinstance(x, torch.Tensor) else None), group_name(group)
+    found = check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
+    route = make_route(fabric, group, name, topk_index, topk_weight, found, capacity, max_tokens)
+    rows = dispatch(x, route, name)
+    y = grouped_matmul(rows, w, route.offsets, plan=plan)
+    if w_gate is not None:
+        y = torch.nn.functional.silu(grouped_matmul(rows, w_gate, route.offsets, plan=plan)) * y
+    elif activation == "silu":
+        y = torch.nn.functional.silu(y)
+    return y, route
+
+
+def moe_combine(y: torch.Tensor, route: TokenRoute, group=None) -> torch.Tensor:
+    """The way back: for each of this rank's tokens the sum of its experts' rows, times topk_weight.
+
+    Args:
+        y: `[R, I]`, bfloat16 or float16: a row for each row of the dispatch. Rows behind the last are not looked at.
+        route: what `moe_dispatch_matmul` returned.
+        group: as there; None: that of the route.
+
+    Returns:
+        `[T, I]` of y's dtype; zeros for a token all of whose choices were dropped. Rows of one token at one rank are
+        summed in float32 and sent once; what arrives is summed in float32.
+
+    Gradients of y and of topk_weight exist; collective, as the backward pass.
+    """
+    group = group if group is not None or not isinstance(route, TokenRoute) else route.group
+    check_rows("moe_combine", "y", y, route, fabric_of(group, getattr(y, "device", None)).world_size)
+    return combine(y, route, group_name(group))
+
+
+def moe_matmul_combine(
+    h: torch.Tensor, w: torch.Tensor, route: TokenRoute, group=None, *, plan: Plan | None = None
+) -> torch.Tensor:
+    """The experts' second matmul and the way back: `moe_combine(grouped_matmul(h, w, route.offsets), route)`.
+
+    Args:
+        h: `[R, I]`, a row for each row of the dispatch.
+        w: `[E_local, I, H]`, as `grouped_matmul` takes it.
+        route, group: as in `moe_combine`. plan: of the grouped matmul.
+
+    Returns:
+        `[T, H]`.
+    """
+    group = group if group is not None or not isinstance(route, TokenRoute) else route.group
+    check_rows("moe_matmul_combine", "h", h, route, fabric_of(group, getattr(h, "device", None)).world_size)
+    return combine(grouped_matmul(h, w, route.offsets, plan=plan), route, group_name(group))
+
+
+def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity=None, activation=None, w_gate=None,
+                     experts=None, max_tokens=None, plan=None) -> Route:  # fmt: skip
+    """What `moe_dispatch_matmul` would do with these arguments; launches nothing, raises what it would raise."""
+    fabric = fabric_of(group, x.device)
+    check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
+    return Route(
+        NAME, fabric.backend, False, "tokens by the group's all-to-all, each once to a rank; then grouped_matmul"
+    )

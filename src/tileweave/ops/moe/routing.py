@@ -1,0 +1,154 @@
+"""Where tokens go: from each rank's choice of experts to rows in expert order, on the device.
+
+Rank d has consecutive experts; its rows are sorted by expert, then by the rank that the token comes from, then by
+token and choice. A token that several experts of d want is sent to it once: into a *slot* of its source, in the order
+in which d's experts need them. Each row names the slot that it is made of. Two exchanges make that known: how many rows
+each rank has for each expert, then which slot each row is made of.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from tileweave.fabric import Fabric
+
+FAR = 1 << 30  # a row beyond all
+
+
+@dataclass(frozen=True)
+class TokenRoute:
+    """Where the tokens of one dispatch went, as the way back needs it. Tensors on this rank's device, the caller's.
+
+    offsets     int32 [E_local]: the end of each of this rank's experts' rows in y
+    row_slot    int32 [R]: what a row of y is made of, source * slots + slot; -1 behind the last row
+    row_weight  float32 [R] or None: what a row is multiplied with on the way back; carries topk_weight's gradient
+    token_slot  int32 [T, world]: the slot that an own token was sent to at each rank; -1: not sent there
+    place       int32 [T, k]: the row of each own choice at its expert's rank; -1: dropped
+    dropped     int32 []: how many own choices of an expert were dropped because their row was beyond `capacity`
+    tokens, slots: T, and how many slots each source has at each rank; group: that of the dispatch
+    """
+
+    offsets: torch.Tensor
+    row_slot: torch.Tensor
+    row_weight: torch.Tensor | None
+    token_slot: torch.Tensor
+    place: torch.Tensor
+    dropped: torch.Tensor
+    tokens: int
+    slots: int
+    group: object
+
+
+class Experts(NamedTuple):
+    """How experts are divided among ranks: as torch.tensor_split divides them."""
+
+    total: int
+    world: int
+
+    def of(self, rank: int) -> tuple[int, int]:
+        """The first expert of a rank, and the one past its last."""
+        each, more = divmod(self.total, self.world)
+        return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
+
+    def owner(self, expert: torch.Tensor) -> torch.Tensor:
+        """The ranks that have these experts."""
+        each, more = divmod(self.total, self.world)
+        longer = more * (each + 1)
+        return torch.where(expert < longer, expert // (each + 1), more + (expert - longer) // each)
+
+
+def make_route(
+    fabric: Fabric,
+    group: object,
+    name: str,
+    topk_index: torch.Tensor,
+    topk_weight: torch.Tensor | None,
+    experts: Experts,
+    capacity: int | None,
+    max_tokens: int | None,
+) -> TokenRoute:
+    """The route of this rank's tokens in the group called `name`. Collective. Without a capacity the host waits for the
+    counts, once."""
+    world, (tokens, k) = experts.world, topk_index.shape
+    expert = topk_index.reshape(-1).long()
+    valid = (expert >= 0) & (expert < experts.total)
+    known = torch.where(valid, expert, 0)
+    owner = experts.owner(known)
+    counts, ahead = _counted(torch.where(valid, expert, experts.total), experts.total)
+    wanted = _first_rows(torch.where(valid, 0, FAR), owner, tokens, world) < FAR
+    told = torch.cat([counts, wanted.sum(0)]).int()
+    every = torch.ops.tileweave.all_gather.default(told, name, 0).view(world, -1).long()
+    start, end = _places(every[:, : experts.total], experts)
+    if capacity is None:
+        last = torch.stack([end[experts.of(rank)[1] - 1] for rank in range(world)])
+        numbers = torch.cat([last, every[:, experts.total :].amax().reshape(1)]).tolist()
+        rows, most, slots = numbers[fabric.rank], max(*numbers[:-1], 1), max(numbers[-1], 1)
+    else:
+        rows, most, slots = capacity, capacity, min(capacity, max_tokens or capacity)
+    place = (start + every[: fabric.rank, : experts.total].sum(0))[known] + ahead
+    kept = valid & (place < most)
+    token_slot = _slots(_first_rows(torch.where(kept, place, FAR), owner, tokens, world))
+    at = torch.where(kept, owner * most + place, world * most)
+    slot = token_slot[torch.arange(tokens, device=at.device).repeat_interleave(k), owner]
+    first, behind = experts.of(fabric.rank)
+    return TokenRoute(
+        end[first:behind].clamp(max=rows).int(),
+        _row_slots(name, world, at, slot, most, slots)[:rows],
+        None if topk_weight is None else _row_weights(name, world, at, topk_weight, most)[:rows],
+        token_slot,
+        torch.where(kept, place, -1).view(tokens, k).int(),
+        (valid & ~kept).sum().int(),
+        tokens,
+        slots,
+        group,
+    )
+
+
+def _counted(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many choices each of `count` experts has, and for each choice how many ahead of it have the same expert.
+    Those of number `count` are nobody's."""
+    counts = torch.zeros(count + 1, dtype=torch.long, device=expert.device)
+    counts.scatter_add_(0, expert, torch.ones_like(expert))
+    order = expert.argsort(stable=True)
+    ahead = torch.arange(expert.shape[0], device=expert.device) - (counts.cumsum(0) - counts)[expert[order]]
+    return counts[:-1], torch.empty_like(expert).scatter_(0, order, ahead)
+
+
+def _places(rows_of: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of each expert at its rank, and the one past its last, of how many rows [world, experts] each rank
+    has for it."""
+    totals = rows_of.sum(0)
+    sizes = [end - first for first, end in map(experts.of, range(experts.world))]
+    end = torch.cat([part.cumsum(0) for part in totals.split(sizes)])
+    return end - totals, end
+
+
+def _first_rows(place: torch.Tensor, owner: torch.Tensor, tokens: int, world: int) -> torch.Tensor:
+    """[tokens, world]: the first row that a token has at a rank, FAR if it has none; `place` and `owner` are those of
+    its choices, one token after the other."""
+    found = torch.full((tokens, world), FAR, dtype=place.dtype, device=place.device)
+    if tokens:
+        found.scatter_reduce_(1, owner.view(tokens, -1), place.view(tokens, -1), "amin")
+    return found
+
+
+def _slots(first: torch.Tensor) -> torch.Tensor:
+    """[tokens, world] int32: numbers of the tokens that are sent to a rank, in the order of their first rows there."""
+    order = first.argsort(dim=0, stable=True)
+    numbers = torch.arange(first.shape[0], device=first.device)[:, None].expand_as(order)
+    return torch.where(first < FAR, torch.empty_like(order).scatter_(0, order, numbers), -1).int()
+
+
+def _row_slots(name: str, world: int, at: torch.Tensor, slot: torch.Tensor, most: int, slots: int) -> torch.Tensor:
+    """int32 [most]: what each row of this rank is made of; `at` and `slot` say it for each choice of this rank."""
+    sent = torch.full((world * most + 1,), -1, dtype=torch.int32, device=at.device).index_copy_(0, at, slot)
+    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0).view(world, most)
+    sources = slots * torch.arange(world, dtype=torch.int32, device=at.device)[:, None]
+    return torch.where(got >= 0, got + sources, -1).amax(0)
+
+
+def _row_weights(name: str, world: int, at: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:
+    """float32 [most]: the weight of each row of this rank, 0 where there is none."""
+    sent = weight.new_zeros(world * most + 1, dtype=torch.float32).index_add(0, at, weight.reshape(-1).float())
+    return torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0).view(world, most).sum(0)

@@ -1,0 +1,62 @@
+"""nn.MoE: the same values and gradients whatever the world, state dicts, refusals."""
+
+import copy
+
+import pytest
+import torch
+
+import tileweave as tw
+from tileweave.nn import MoE
+
+SIZES = dict(features=24, hidden=16, experts=7, k=3, dtype=torch.bfloat16, seed=3)
+
+
+def step(group, x, **options):
+    """Result, gradients of x and of the parameters, of a rank's layer."""
+    layer = MoE(**SIZES, group=group, **options)
+    x = x.clone().requires_grad_()
+    out = layer(x)
+    out.float().square().sum().backward()
+    return out.detach(), x.grad, {name: p.grad for name, p in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_it_is_the_layer_of_one_rank(world):
+    x = torch.randn(world, 2, 5, 24).bfloat16()
+    with tw.virtual_world(1, device="cpu") as one:
+        ((out, grad_x, grads),) = one.run(lambda rank, group: step(group, x))
+    with tw.virtual_world(world, device="cpu") as several:
+        for options in ({}, dict(capacity=64)):
+            results = several.run(lambda rank, group, options=options: step(group, x[rank], **options))
+            near(torch.stack([r[0] for r in results]), out)
+            near(torch.stack([r[1] for r in results]), grad_x)
+            near(sum(r[2]["router"].float() for r in results), grads["router"])
+            for name in MoE.SPLIT:
+                near(torch.cat([r[2][name] for r in results]), grads[name])
+
+
+def near(got, goal):
+    assert got.shape == goal.shape
+    assert (got.float() - goal.float()).norm() <= 0.02 * goal.float().norm()
+
+
+def test_state_dicts_copies_and_refusals():
+    whole = MoE(**SIZES)
+    assert [list(p.shape) for p in whole.parameters()] == [[7, 24], [7, 24, 16], [7, 24, 16], [7, 16, 24]]
+
+    def rank_program(rank, group):
+        layer = MoE(**{**SIZES, "seed": 4}, group=group)
+        layer.load_state_dict(whole.state_dict())
+        twin = copy.deepcopy(layer)
+        twin.load_state_dict(layer.state_dict())
+        assert torch.equal(twin.up, whole.up[layer.first : layer.end]) and torch.equal(twin.router, whole.router)
+        with pytest.raises(ValueError, match="at least one for each of 2 ranks"):
+            MoE(8, 8, 1, 1, group=group)
+        with pytest.raises(ValueError, match="k must be from 1 to 8"):
+            MoE(8, 8, 8, 9, group=group)
+        with pytest.raises(ValueError, match=r"\[..., 24\]"):
+            layer(torch.zeros(2, 8).bfloat16())
+        return layer.end - layer.first
+
+    with tw.virtual_world(2, device="cpu") as world:
+        assert world.run(rank_program) == [4, 3]
