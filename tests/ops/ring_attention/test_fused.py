@@ -4,45 +4,12 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.sequence.problems import assert_near, laid, shards, truth, whole
-from tileweave import Plan
+from tests.ops.sequence.fused import assert_right, explained, plan, run_calls
+from tests.ops.sequence.problems import assert_near, shards, truth, whole
 from tileweave.fabric.base import ABORT, HEADER_WORDS
 from tileweave.ops.ring_attention import kernel
 
 NAME = "ring_attention"
-
-
-def plan(tile=(64, 64, 64), stages=3, comm_sms=1, **changes):
-    """A plan of small tiles, of which even small problems have several."""
-    return Plan(**{**dict(tile=tile, stages=stages, comm_sms=comm_sms, schedule="inter_sm"), **changes})
-
-
-def run_calls(world, calls):
-    """Make the calls, one after the other, on every rank; a call is (whole tensors, options). No rank waits for the
-    others between its calls. Returns per call the whole out and lse."""
-    parts = [
-        [shards(x, world.size, kw.get("layout", "bhsd"), kw.get("placement", "contiguous")) for x in tensors[:3]]
-        for tensors, kw in calls
-    ]
-
-    def rank_program(rank, group):
-        return [
-            tw.ring_attention(*(x[rank] for x in part), group, return_lse=True, **kw)
-            for part, (_, kw) in zip(parts, calls, strict=True)
-        ]
-
-    results = []
-    for by_rank, (_, kw) in zip(zip(*world.run(rank_program), strict=True), calls, strict=True):
-        outs, lses = zip(*by_rank, strict=True)
-        placement = kw.get("placement", "contiguous")
-        outs = [laid(x, kw.get("layout", "bhsd")) for x in outs]
-        results.append([tw.unplace_sequence(xs, 2, placement) for xs in (outs, lses)])
-    return results
-
-
-def assert_right(results, calls):
-    for got, (tensors, kw) in zip(results, calls, strict=True):
-        assert_near(got, truth(tensors, return_lse=True, **kw), tensors[0].dtype)
 
 
 @pytest.mark.parametrize("causal, placement", [(False, "contiguous"), (True, "contiguous"), (True, "zigzag")])
@@ -68,14 +35,8 @@ def test_every_world_size_and_ragged_shapes_under_several_schedules(
         ]
         calls = [(tensors, kw) for tensors in made]
         with tw.virtual_world(world, device="cpu", seed=seed, sms=4) as w:
-            assert w.run(lambda rank, group, kw=kw, made=made: explained(made[0], group, kw))[0].fused
-            assert_right(run_calls(w, calls), calls)
-
-
-def explained(tensors, group, kw):
-    """The route of a call on one rank."""
-    size = group.size()
-    return tw.explain(NAME, *(shards(x, size, kw["layout"], kw["placement"])[0] for x in tensors[:3]), group, **kw)
+            assert w.run(lambda rank, group, kw=kw, made=made: explained(NAME, made[0], group, kw))[0].fused
+            assert_right(run_calls(w, NAME, calls), calls)
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -93,7 +54,7 @@ def test_calls_with_changing_shapes_masks_and_plans_on_one_workspace_one_rank_la
         with tw.virtual_world(world, device="cpu", seed=seed, sms=4, delayed=(late,)) as w:
             # once for the workspace to grow (growing makes the ranks meet), once more so that they may drift apart
             for _ in range(2):
-                assert_right(run_calls(w, calls), calls)
+                assert_right(run_calls(w, NAME, calls), calls)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -101,7 +62,7 @@ def test_large_logits_do_not_overflow(dtype):
     tensors = whole(1, 2, 1, 2 * 72, 64, seed=2, times=50, dtype=dtype)
     calls = [(tensors, dict(causal=True, placement="zigzag", plan=plan()))]
     with tw.virtual_world(2, device="cpu", sms=3) as w:
-        assert_right(run_calls(w, calls), calls)
+        assert_right(run_calls(w, NAME, calls), calls)
 
 
 @pytest.mark.parametrize("rows, kv_rows", [(2, 72), (72, 2)])
@@ -109,7 +70,7 @@ def test_more_or_fewer_keys_than_queries(rows, kv_rows):
     tensors = whole(1, 2, 1, 2 * rows, 64, kv_rows=2 * kv_rows, dtype=torch.bfloat16)
     calls = [(tensors, dict(plan=plan()))] * 2
     with tw.virtual_world(2, device="cpu", sms=3) as w:
-        assert_right(run_calls(w, calls), calls)
+        assert_right(run_calls(w, NAME, calls), calls)
 
 
 def test_strided_and_misaligned_inputs_are_right():
@@ -137,8 +98,8 @@ def test_the_planners_own_plan():
     tensors = whole(1, 2, 1, 2 * 130, 64, dtype=torch.bfloat16)
     calls = [(tensors, dict(causal=True, placement="zigzag", layout="bhsd"))]
     with tw.virtual_world(2, device="cpu", sms=4) as w:
-        route = w.run(lambda rank, group: explained(tensors, group, calls[0][1]))[0]
-        assert_right(run_calls(w, calls), calls)
+        route = w.run(lambda rank, group: explained(NAME, tensors, group, calls[0][1]))[0]
+        assert_right(run_calls(w, NAME, calls), calls)
     assert route.fused and route.backend == "emulated" and route.predicted_us > 0
     assert route.plan.tile == (128, 128, 64) and f"push by {route.plan.comm_sms} of 4" in route.reason
 
@@ -154,12 +115,14 @@ def test_what_the_kernel_does_not_take_falls_back_and_says_so():
         tensors = whole(1, 2, 1, 8, dim, dtype=dtype)
         kw = dict(layout="bhsd", placement="contiguous", **more)
         with tw.virtual_world(2, device="cpu") as w:
-            route = w.run(lambda rank, group, t=tensors, kw=kw: explained(t, group, kw))[0]
+            route = w.run(lambda rank, group, t=tensors, kw=kw: explained(NAME, t, group, kw))[0]
             assert not route.fused and words in route.reason
-            assert_right(run_calls(w, [(tensors, kw)]), [(tensors, kw)])
+            assert_right(run_calls(w, NAME, [(tensors, kw)]), [(tensors, kw)])
     with tw.virtual_world(2, device="cpu", sms=1) as w:
         tensors = whole(1, 2, 1, 8, 64, dtype=torch.bfloat16)
-        route = w.run(lambda rank, group: explained(tensors, group, dict(layout="bhsd", placement="contiguous")))[0]
+        route = w.run(lambda rank, group: explained(NAME, tensors, group, dict(layout="bhsd", placement="contiguous")))[
+            0
+        ]
         assert "one SM cannot communicate" in route.reason
 
 
@@ -184,9 +147,9 @@ def test_an_aborted_wait_makes_nan_of_what_needed_the_peers():
     tensors = whole(1, 2, 1, 3 * 72, 64, dtype=torch.bfloat16)
     calls = [(tensors, dict(plan=plan()))]
     with tw.virtual_world(3, device="cpu", sms=3) as w:
-        run_calls(w, calls)
+        run_calls(w, NAME, calls)
         w.workspace.ops[NAME].flags[1, ABORT] = 1
-        ((out, lse),) = run_calls(w, calls)
+        ((out, lse),) = run_calls(w, NAME, calls)
     true_out, true_lse = truth(tensors, return_lse=True)
     assert out[:, :, 72:144].isnan().all() and lse[:, :, 72:144].isnan().all()
     for rows in (slice(0, 72), slice(144, 216)):
@@ -198,11 +161,11 @@ def test_epochs_may_wrap_and_flags_that_short_calls_leave_out_do_not_fall_behind
     for causal, start in ((False, period - 3), (True, period - 3), (True, 2**31 - 2)):
         calls = [(whole(1, 2, 1, 2 * 8, 64, dtype=torch.bfloat16), dict(causal=causal, plan=plan()))]
         with tw.virtual_world(2, device="cpu", sms=3) as w:
-            run_calls(w, calls)
+            run_calls(w, NAME, calls)
             shared = w.workspace.ops[NAME]
             shared.state[:, 0] = start
             shared.flags[:, HEADER_WORDS:] = start
-            assert_right(run_calls(w, calls * 4), calls * 4)
+            assert_right(run_calls(w, NAME, calls * 4), calls * 4)
             flags = shared.flags[:, HEADER_WORDS : HEADER_WORDS + 126].unflatten(1, (-1, 2))
         if start < 2**30:
             assert (flags[0, 1:, 1] == period).all() and (flags[1, 1:, 0] == period).all()
@@ -214,4 +177,4 @@ def test_the_blocks_of_many_heads():
     many = whole(10, 14, 14, 2 * 4, 8, dtype=torch.bfloat16)
     calls = [(x, dict(causal=True, placement="zigzag", plan=plan(comm_sms=2))) for x in (tensors, many, tensors)]
     with tw.virtual_world(2, device="cpu", sms=4) as w:
-        assert_right(run_calls(w, calls), calls)
+        assert_right(run_calls(w, NAME, calls), calls)

@@ -188,9 +188,7 @@ def before_kv(work, batch, head, source, known):
 @gl.jit
 def load_any(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there):
     """Loader: a block of K or V, own or from a slot."""
-    if work.flags.world == 1:
-        load_kv(work, buf, bar, IS_V, batch, head, source, row, there)
-    elif source == work.flags.rank:
+    if source == work.flags.rank:
         load_kv(work, buf, bar, IS_V, batch, head, source, row, there)
     else:
         place = (work.epoch & 1) * work.flags.world + source

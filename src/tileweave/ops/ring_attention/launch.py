@@ -1,7 +1,7 @@
 """ring_attention: how it is computed, in one kernel or block by block, and its gradients."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,7 +14,7 @@ from tileweave.ops.ring_attention.kernel import ring_attention_kernel
 from tileweave.ops.sequence.contract import heads_first, lse_dtype
 from tileweave.ops.sequence.local import attend, attend_backward, merge
 from tileweave.ops.sequence.placement import pieces
-from tileweave.ops.sequence.tensors import in_pieces, slots
+from tileweave.ops.sequence.tensors import in_pieces, place_bytes, slots
 from tileweave.ops.sequence.travel import traveller
 from tileweave.planner import Plan
 from tileweave.planner.attention import ROWS, block_heads, query_bufs
@@ -47,8 +47,7 @@ class Prepared:
         q_desc, k_desc, v_desc = (
             box.at(as_heads(x, self.call.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))
         )
-        k_slots, v_slots = self.slots or (k_desc, v_desc)
-        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, k_slots, v_slots, *self.tail)
+        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, *self.slots, *self.tail)
         fabric.launch(ring_attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return out, lse
 
@@ -68,8 +67,8 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
     s, world, (tile, keys, dim) = call.shape, fabric.world_size, plan.tile  # dim may be padded
     parts, consumers = pieces(call.placement), tile // ROWS
     rows, kv_batch_heads = s.rows // parts, s.batch * s.kv_heads
-    slot_bytes = 2 * world * kv_batch_heads * s.kv_rows * dim * call.dtype.itemsize if world > 1 else 0
-    channel = fabric.channel(NAME, 0, slot_bytes)
+    shapes = [(kv_batch_heads, s.kv_rows, dim)] * 2
+    channel = fabric.channel(NAME, 0, world * place_bytes(shapes, call.dtype) if world > 1 else 0)
     most, high = MAX_RANKS // world, math.ceil(s.kv_rows / keys)
     height = block_heads(kv_batch_heads, most, 2 * high, plan.comm_sms)
     padded = math.ceil(rows / tile) * tile
@@ -92,17 +91,16 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         Box(k, key),
         Box(v, key),
         Box(in_pieces(out, parts), query),
-        _slots(channel.staging, world, (kv_batch_heads, s.kv_rows, dim), call.dtype, keys) if world > 1 else (),
+        _slots(slots(channel.staging, 2 * world, shapes, call.dtype) if world > 1 else [k[None], v[None]], key),
         computing + plan.comm_sms,
         tail,
     )
 
 
-def _slots(arena: torch.Tensor, world: int, shape: tuple[int, int, int], dtype: torch.dtype, keys: int) -> tuple:
+def _slots(views: Sequence[torch.Tensor], box: tuple[int, ...]) -> tuple:
     """Descriptors of the slots for K, which is NaN beyond its end, as an aborted wait wants it, and for V."""
-    k, v = slots(arena, 2, 2 * world, shape, dtype)
-    box = (1, 1, 1, keys, shape[2])
-    return Box(k, box, "nan").at(k), Box(v, box).at(v)
+    k, v = views
+    return Box(k, (1, *box), "nan").at(k), Box(v, (1, *box)).at(v)
 
 
 def nothing(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

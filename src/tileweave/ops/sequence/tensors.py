@@ -1,8 +1,13 @@
 """Queries, keys and values as TMA sees them, and slots for them in parallel memory."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from tileweave.ops.descriptors import ALIGN
+
+Shape = tuple[int, int, int]  # heads of all batches, rows, D
 
 
 def in_pieces(x: torch.Tensor, pieces: int) -> torch.Tensor:
@@ -12,14 +17,21 @@ def in_pieces(x: torch.Tensor, pieces: int) -> torch.Tensor:
     return x.as_strided((batch, heads, pieces, rows // pieces, dim), (b, h, s * (rows // pieces), s, d))
 
 
-def slots(arena: torch.Tensor, kinds: int, places: int, shape: tuple[int, int, int], dtype: torch.dtype):
-    """`kinds` views [world, places, *shape] of an arena [world, bytes], place by place beside each other.
+def place_bytes(shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+    """Bytes of a place for a tensor of each shape."""
+    return sum(math.prod(shape) * dtype.itemsize + ALIGN for shape in shapes)
 
-    Where a place lies depends on the arena, not on the shape alone: a call of another shape, with the other half of the
-    places, leaves these alone.
+
+def slots(arena: torch.Tensor, places: int, shapes: Sequence[Shape], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Views [world, places, *shape] of an arena [world, bytes], whose places have a tensor of each shape.
+
+    Where a place begins depends on the arena alone: a call of other shapes, with the other half of the places, leaves
+    these alone.
     """
-    elements = arena.view(dtype)
-    _, rows, dim = shape
-    step = elements.shape[1] // (places * kinds) * dtype.itemsize // ALIGN * ALIGN // dtype.itemsize
-    strides = (elements.stride(0), kinds * step, rows * dim, dim, 1)
-    return [elements.as_strided((arena.shape[0], places, *shape), strides, kind * step) for kind in range(kinds)]
+    elements, line = arena.view(dtype), ALIGN // dtype.itemsize
+    step, first, views = elements.shape[1] // places // line * line, 0, []
+    for heads, rows, dim in shapes:
+        strides = (elements.stride(0), step, rows * dim, dim, 1)
+        views.append(elements.as_strided((arena.shape[0], places, heads, rows, dim), strides, first))
+        first += math.ceil(heads * rows * dim / line) * line
+    return views

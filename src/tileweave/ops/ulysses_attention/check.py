@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tileweave.fabric import MAX_RANKS
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.contract import Shape, check_shape
+from tileweave.ops.sequence.contract import Shape, check_shape, unfusable
 from tileweave.ops.sequence.contract import check_kinds as check_tensors
-from tileweave.planner import Plan
+from tileweave.planner import H200, Plan
+from tileweave.planner.attention import ROWS, Problem, padded_dim, plan_for, unsupported
 
 NAME = "ulysses_attention"
 
@@ -81,7 +83,39 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
-    if plan is not None:
-        raise ValueError(f"{NAME}: plan must be None: there is no fused kernel that could follow it")
-    refusal = site.refusal or "there is no fused kernel"
-    return Route(NAME, "fallback", False, f"{refusal}: all-to-all, PyTorch's attention, all-to-all")
+    refusal = unfusable(site, call.shape, call.dtype, call.scale, device)
+    problem = problem_of(site, call)
+    if problem is None and refusal is None:
+        refusal = f"heads have dimension {call.shape.dim}, the kernel takes up to 128"
+    if refusal is None and blocks_at_most(site.world) == 0:
+        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS // 2} that the kernel has flags for"
+    if plan is not None and problem is not None and (why := unsupported(problem, plan) or too_narrow(plan)):
+        raise ValueError(f"{NAME}: {why}")
+    if call.shape.empty or call.shape.kv_rows == 0:
+        return Route(NAME, site.backend, False, "no query has anything to attend to: nothing to launch")
+    if refusal or problem is None:
+        return Route(NAME, "fallback", False, f"{refusal}: all-to-all, PyTorch's attention, all-to-all")
+    plan = plan or plan_for(problem)
+    return Route(NAME, site.backend, True, plan.reason, plan)
+
+
+def too_narrow(plan: Plan) -> str | None:
+    """Why the communicators cannot send queries through the ring of keys; None if they can."""
+    return None if plan.tile[1] >= ROWS else f"plan.tile={plan.tile}: {NAME} has {ROWS} or 128 keys"
+
+
+def blocks_at_most(world: int) -> int:
+    """Blocks of heads that there are flags for, one for what comes and one for what goes back, from each rank."""
+    return MAX_RANKS // (2 * world)
+
+
+def problem_of(site: Site, call: Call) -> Problem | None:
+    """A call as the planner sees it; None if no tile has its heads."""
+    s, dim = call.shape, padded_dim(call.shape.dim)
+    if dim is None or dim > 128:
+        return None
+    keys = s.kv_rows * (site.world / 2 if call.causal else site.world)
+    flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
+    moved = 2 * s.heads * s.rows + 2 * max(s.kv_heads, site.world) * s.kv_rows
+    sent = 2 * s.batch * moved * dim * (site.world - 1) // site.world
+    return Problem(NAME, dim, s.rows, site.world, site.sms or H200.sms, flops, sent, site.backend == "processes")

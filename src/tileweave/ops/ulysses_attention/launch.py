@@ -1,17 +1,114 @@
-"""ulysses_attention: how it is computed where no fused kernel does it, its gradients, and with a caller's attention."""
+"""ulysses_attention: how it is computed, in one kernel or between all-to-alls, its gradients, a caller's attention."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
-from tileweave.fabric import Fabric
+from tileweave.fabric import Fabric, Variant
+from tileweave.ops.attention.launch import as_heads
 from tileweave.ops.collectives.operator import OPERATORS
 from tileweave.ops.collectives.operator import run as collective
+from tileweave.ops.descriptors import Box
 from tileweave.ops.sequence.contract import dims_of, heads_first, lse_dtype
 from tileweave.ops.sequence.local import attend, attend_backward
-from tileweave.ops.ulysses_attention.check import NAME, Call
+from tileweave.ops.sequence.tensors import place_bytes, slots
+from tileweave.ops.ulysses_attention.check import NAME, Call, blocks_at_most
+from tileweave.ops.ulysses_attention.kernel import ulysses_attention_kernel
+from tileweave.planner import Plan
+from tileweave.planner.attention import ROWS, block_heads, query_bufs
 
+LOG2_E = math.log2(math.e)
+WARPS = 4  # of a consumer
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once."""
+
+    call: Call
+    q: Box
+    k: Box
+    v: Box
+    out: Box
+    slots: tuple
+    grid: int
+    tail: tuple
+    variant: Variant = field(default_factory=Variant)
+
+    def launch(
+        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch on the current stream; returns (out, lse). What TMA cannot address is copied."""
+        call, out = self.call, torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        s = call.shape
+        lse = torch.empty(s.batch, s.heads // call.world, s.rows * call.world, dtype=torch.float32, device=q.device)
+        q_desc, k_desc, v_desc = (
+            box.at(as_heads(x, call.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))
+        )
+        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, *self.slots, *self.tail)
+        fabric.launch(ulysses_attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
+        return out, lse
+
+
+def fused(
+    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+) -> tuple[tuple[torch.Tensor, torch.Tensor], Prepared]:
+    """Launch the kernel on the current stream. Returns (out, lse), and what to use for later calls of the kind."""
+    given = q, k, v
+    q, k, v = (as_heads(x, call.layout) for x in given)
+    prepared = prepare(fabric, call, q, k, v, plan)
+    return prepared.launch(fabric, *given), prepared
+
+
+def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
+    """Everything of a call but the data; q, k and v as of `as_heads`. Collective when the channel must grow."""
+    s, world, (tile, keys, dim) = call.shape, fabric.world_size, plan.tile  # dim may be padded
+    consumers, most = tile // ROWS, blocks_at_most(world)
+    heads, kv_heads = s.heads // world, max(s.kv_heads // world, 1)
+    group, kv_batch_heads = heads // kv_heads, s.batch * kv_heads
+    shapes = [(s.batch * heads, s.rows, dim)] * 2 + [(kv_batch_heads, s.kv_rows, dim)] * 2
+    channel = fabric.channel(NAME, 0, world * place_bytes(shapes, call.dtype) if world > 1 else 0)
+    padded = math.ceil(s.rows / tile) * tile
+    of_a_head = group * padded // ROWS + 2 * math.ceil(s.kv_rows / keys)
+    height = block_heads(kv_batch_heads, most, of_a_head, plan.comm_sms)
+    across = world * padded // tile
+    tiles = s.batch * heads * across
+    computing = min(fabric.sms - plan.comm_sms, tiles)
+    together = math.ceil(math.ceil(computing / across) / group) * group  # as many heads as are worked at anyway
+    tail = (
+        channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, tiles, call.scale * LOG2_E, heads,
+        kv_heads, s.kv_heads, s.batch, group, s.rows, padded, s.kv_rows, together,
+        math.ceil(kv_batch_heads / height), height, math.ceil(of_a_head * height / max(plan.comm_sms, 1)),
+        computing * consumers + plan.comm_sms,
+        world, call.causal, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
+    )  # fmt: skip
+    query, key = (1, 1, ROWS, dim), (1, 1, keys, dim)
+    out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
+    views = slots(channel.staging, 2 * world, shapes, call.dtype) if world > 1 else [x[None] for x in (q, q, k, v)]
+    q_slots, out_slots, k_slots, v_slots = (
+        Box(view, (1, *box), padding).at(view)
+        for view, box, padding in zip(views, (query, query, key, key), ("zero", "nan", "nan", "zero"), strict=True)
+    )
+    return Prepared(
+        call,
+        Box(q, query),
+        Box(k, key),
+        Box(v, key),
+        Box(out, query),
+        (q_slots, k_slots, v_slots, out_slots),
+        computing + plan.comm_sms,
+        tail,
+    )
+
+
+def nothing(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of queries that see nothing, or of none."""
+    s = call.shape
+    shape = (s.batch, s.heads // call.world, s.rows * call.world)
+    return q.new_zeros(q.shape), torch.full(shape, -math.inf, dtype=lse_dtype(q.dtype), device=q.device)
 
 
 def unfused(

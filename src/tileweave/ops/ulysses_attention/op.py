@@ -44,14 +44,18 @@ def ulysses_attention(
             `attention(q, k, v, causal=causal, scale=scale)` of q `[B, H / world, S, D]`, k and v with their share of
             the heads, one at least, all in `layout`, returns a tensor like q. Between two all-to-alls; gradients are
             the callable's. `ring_attention` in another group makes the two kinds of sequence parallelism one.
-        plan: a `Plan` to use instead of the planner's, the same on all ranks.
+        plan: a `Plan` to use instead of the planner's, the same on all ranks. Its tile is (queries, keys, D padded to
+            64 or 128), its schedule "inter_sm": `comm_sms` SMs push q, k and v to the ranks of their heads and bring the
+            result's rows from where these have stored them, while the others attend.
 
     Returns:
         `out`, shape, dtype and layout of q, a fresh contiguous tensor, ready on the current stream. Scores and sums are
         in float32.
 
-    Where there is no fused kernel for the call (`explain` says why) q, k and v go to the heads and the result back by
-    `all_to_all`, and PyTorch's own attention is between them.
+    The kernel takes bfloat16 and float16, D a multiple of 8 up to 128 and a positive scale; strides that TMA takes (the
+    last 1, the others multiples of 16 bytes) cost no copy. Anything else, and where the fabric does not allow it
+    (`explain` says why): q, k and v go to the heads and the result back by `all_to_all`, and PyTorch's own attention is
+    between them.
 
     It is the registered operator `torch.ops.tileweave.ulysses_attention` behind a function that resolves defaults:
 
@@ -59,11 +63,14 @@ def ulysses_attention(
       some input must require a gradient. It moves q, k, v and the result once more rather than keeping them twice; the
       local part is PyTorch's flash or cuDNN kernel on CUDA. No second derivatives.
     - torch.compile traces it without a graph break, whatever the kind of `group`.
+    - A CUDA graph can hold it once it has been called with the same arguments but for the data.
     - Under torch.autocast inputs are cast as those of scaled_dot_product_attention.
 
     Raises:
         ValueError, TypeError: the arguments break the rules above; nothing has been launched.
-        RuntimeError: the group's world is not running.
+        RuntimeError: the group's world is not running, or the workspace would have to grow while a CUDA graph is
+            being captured.
+        FabricTimeout: a peer did not take part within the group's timeout.
     """
     check_kinds(q, k, v, causal, scale, plan, attention)
     if attention is not None:

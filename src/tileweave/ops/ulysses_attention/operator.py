@@ -20,12 +20,15 @@ from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.sequence.contract import likes, lse_dtype
 from tileweave.ops.sequence.registration import (
     below_autograd,
+    kind,
+    recall,
     refuse_transforms,
     register_autocast,
     register_backward,
+    remember,
 )
 from tileweave.ops.ulysses_attention.check import NAME, Agreement, check, check_kinds, settle
-from tileweave.ops.ulysses_attention.launch import unfused, unfused_backward
+from tileweave.ops.ulysses_attention.launch import fused, nothing, unfused, unfused_backward
 from tileweave.planner import Plan
 
 BACKWARD = f"{NAME}_backward"
@@ -48,13 +51,31 @@ def _run(q, k, v, group_name, causal, scale, layout, plan):
     return run(named_fabric(group_name, q.device), q, k, v, causal, scale, layout, plan)
 
 
-def run(fabric, q, k, v, causal, scale, layout, plan):
-    """Check, choose the path, compute. The options are those of the public function; returns (out, lse)."""
+def run(fabric, q, k, v, *options):
+    """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch.
+
+    `options` are causal, scale, layout and plan of the public function. Returns (out, lse).
+    """
+    kinds = kind(q), kind(k), kind(v), options
+    known = recall(fabric, NAME, kinds, q)
+    if known is not None:
+        agreement, prepared = known
+        if fabric.compares:
+            fabric.agree(agreement)
+        return prepared.launch(fabric, q, k, v)
+    causal, scale, _, plan = options
     check_kinds(q, k, v, causal, scale, plan)
-    call, route = settle(Site.of(fabric), *likes(q, k, v), causal, scale, layout, plan)
+    call, route = settle(Site.of(fabric), *likes(q, k, v), *options)
+    agreement = Agreement(call, route.plan)
     if fabric.compares:
-        fabric.agree(Agreement(call, route.plan))
-    return unfused(fabric, call, q, k, v)
+        fabric.agree(agreement)
+    if call.shape.empty or call.shape.kv_rows == 0:
+        return nothing(call, q)
+    if route.plan is None:
+        return unfused(fabric, call, q, k, v)
+    results, prepared = fused(fabric, call, q, k, v, route.plan)
+    remember(fabric, NAME, kinds, agreement, prepared)
+    return results
 
 
 @torch.library.impl(LIBRARY, BACKWARD, "CompositeExplicitAutograd")
