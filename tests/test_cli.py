@@ -22,7 +22,10 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 BAD_USAGE = pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "gemm"], "OP 'gemm' is not an op of this release; it has: matmul_reduce_scatter"),
+        (
+            ["run", "gemm"],
+            "OP 'gemm' is not an op that this release runs; it has: matmul_reduce_scatter, all_gather_matmul",
+        ),
         (["run"], "OP"),
         (["run", OP, "--dtype", "fp8"], "--dtype must be one of bf16, fp16, got 'fp8'"),
         (["run", OP, "--device", "tpu"], "--device must be one of auto, cpu, cuda, got 'tpu'"),
@@ -37,6 +40,19 @@ BAD_USAGE = pytest.mark.parametrize(
         (["run", OP, "--ranks", "many"], "--ranks"),
         (["run", OP, "--shape", "m=512,q=3"], "got 'q=3'"),
         (["run", OP, "--shape", "m=-4"], "got 'm=-4'"),
+        (
+            ["run", "all_gather", "--shape", "k=4"],
+            "--shape of all_gather takes m=ROWS,n=COLUMNS with sizes from 0 up, got",
+        ),
+        (
+            ["run", "all_gather", "--deterministic"],
+            "--deterministic is nothing that all_gather has; it goes with matmul_",
+        ),
+        (
+            ["run", "all_reduce", "--bias"],
+            "--bias is nothing that all_reduce has; it goes with matmul_reduce_scatter, all_",
+        ),
+        (["run", "all_gather_matmul", "--ranks", "3", "--shape", "n=64"], "nearest legal: n=63 or n=66"),
         (["run", OP, "--shape", "m=4,m=8"], "names m twice"),
         (["run", OP, "--ranks", "3", "--shape", "m=100"], "nearest legal: m=99 or m=102"),
         (["run", OP, "--ranks", "4", "--shape", "k=30"], "nearest legal: k=28 or k=32"),
@@ -258,16 +274,16 @@ class TestProblem:
     @pytest.mark.parametrize("ranks", range(1, 9))
     def test_default_sizes_are_legal_and_aligned_for_any_world(self, ranks):
         problem = make_problem(OP, ranks, "", "bf16")
-        assert problem.m % ranks == 0
-        assert problem.k // ranks % 8 == 0
-        assert (ranks not in (1, 2, 4, 8)) or (problem.m, problem.n, problem.k) == (512, 512, 2048)
+        assert problem.sizes["m"] % ranks == 0
+        assert problem.sizes["k"] // ranks % 8 == 0
+        assert (ranks not in (1, 2, 4, 8)) or problem.sizes == {"m": 512, "n": 512, "k": 2048}
 
     def test_data_differ_by_call_and_rank_and_are_the_same_when_asked_again(self):
         problem = make_problem(OP, 2, "m=8,n=8,k=16", "bf16")
         cpu = torch.device("cpu")
-        drawn = [problem.inputs(call, rank, cpu)[0] for call in range(2) for rank in range(2)]
+        drawn = [problem.operands(call, rank, cpu)[0] for call in range(2) for rank in range(2)]
         assert all(not torch.equal(x, y) for i, x in enumerate(drawn) for y in drawn[:i])
-        assert torch.equal(drawn[3], problem.inputs(1, 1, cpu)[0])
+        assert torch.equal(drawn[3], problem.operands(1, 1, cpu)[0])
 
     def test_ranks_follow_torchrun(self, monkeypatch):
         monkeypatch.setenv("WORLD_SIZE", "3")

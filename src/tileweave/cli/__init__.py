@@ -1,4 +1,4 @@
-"""The `tileweave` command: `app` reads the command line, `job` runs an op, `doctor` looks at the machine."""
+"""The `tileweave` command: `app` reads the command line, `job` runs one of `ops`, `doctor` looks at the machine."""
 
 from tileweave.cli.app import main
 

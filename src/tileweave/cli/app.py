@@ -21,7 +21,8 @@ from tileweave.cli import doctor as machine
 from tileweave.cli import show
 from tileweave.cli.environment import check_environment, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
-from tileweave.cli.problem import DEVICES, OPS, BadUsage, make_problem
+from tileweave.cli.ops import OPS
+from tileweave.cli.problem import DEVICES, BadUsage, make_problem
 from tileweave.emulator import EmulatorError
 
 WRONG, BAD_USAGE, FAULT, INTERRUPTED = 1, 2, 3, 130
@@ -61,12 +62,13 @@ def run(
         int | None, typer.Option(help="Number of ranks. Default: one per GPU where there are several, otherwise 4.")
     ] = None,
     shape: Annotated[
-        str, typer.Option(help="Sizes of the whole problem, m=512,n=512,k=2048; k is split over the ranks.")
+        str,
+        typer.Option(help="Sizes of the whole problem, m=512,n=512,k=2048 (collectives: m, n), shared by the ranks."),
     ] = "",
     dtype: Annotated[str, typer.Option(help="bf16 or fp16.")] = "bf16",
     device: Annotated[str, typer.Option(help="auto, cpu (the emulator) or cuda.")] = "auto",
-    deterministic: Annotated[bool, typer.Option("--deterministic", help="Add in a fixed order, in float32.")] = False,
-    bias: Annotated[bool, typer.Option("--bias", help="Add a bias after the reduction.")] = False,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="Sums in a fixed order, in float32.")] = False,
+    bias: Annotated[bool, typer.Option("--bias", help="Add a bias to the product.")] = False,
     seed: Annotated[int, typer.Option(help="Of the data, and of the emulator's schedule.")] = 0,
     as_json: Json = False,
 ) -> int:

@@ -19,7 +19,7 @@ import tileweave
 from tileweave.cli.environment import launched_by_torchrun, memory_bytes, tell_of_waiting, world_size
 from tileweave.cli.problem import CALLS, DTYPES, BadUsage, Problem
 from tileweave.fabric import MAX_RANKS
-from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+from tileweave.ops.matmul_reduce_scatter import relative_error
 
 
 def choose_ranks(ranks: int | None, device: str) -> int:
@@ -52,8 +52,9 @@ def start_processes(ranks: int, arguments: list[str]) -> int:
 def run_job(problem: Problem, device: str) -> dict[str, Any] | None:
     """Run `problem` on `device` ("auto", "cpu", "cuda") and report; None on the ranks that do not report.
 
-    The report holds version, op, ranks, backend, world, shape, dtype, deterministic, bias, seed, calls, plan, reason,
-    rel_error (the worse call's), tolerance, ok and seconds (of all calls together, compilation included).
+    The report holds version, op, ranks, backend, world, shape, operands and result (shapes of one rank), dtype,
+    deterministic, bias, seed, calls, fused, plan, reason, rel_error (the worse call's), tolerance, ok and seconds (of
+    all calls together, compilation included).
     """
     if launched_by_torchrun():
         return _run_in_processes(problem, device)
@@ -69,7 +70,7 @@ def run_job(problem: Problem, device: str) -> dict[str, Any] | None:
         results = world.run(lambda rank, group: data[rank].run(group))
         _synchronize(place)
         seconds = time.perf_counter() - start
-    outs = [torch.cat([result.outs[call] for result in results]) for call in range(CALLS)]
+    outs = [[result.outs[call] for result in results] for call in range(CALLS)]
     return _report(problem, world.backend, results[0].route, outs, place, seconds)
 
 
@@ -78,18 +79,21 @@ class _Rank:
 
     def __init__(self, problem: Problem, rank: int, device: torch.device):
         self.problem = problem
-        self.inputs = [problem.inputs(call, rank, device) for call in range(CALLS)]
-        self.biases = [problem.bias_vector(call, device) for call in range(CALLS)]
+        self.operands = [problem.operands(call, rank, device) for call in range(CALLS)]
+        biases = [problem.biases(call, device) for call in range(CALLS)]
+        self.options = [{} if each is None else {"bias": each[rank]} for each in biases]
         self.outs: list[torch.Tensor] = []
         self.route: Any = None
 
     def run(self, group: Any) -> "_Rank":
         """All calls back to back, as a training step would make them; nothing waits in between."""
-        options = {"deterministic": True} if self.problem.deterministic else {}
-        self.route = tileweave.explain(self.problem.op, *self.inputs[0], group, bias=self.biases[0], **options)
+        options = dict(self.problem.of_op.fixed)
+        if self.problem.deterministic:
+            options["deterministic"] = True
+        self.route = tileweave.explain(self.problem.op, *self.operands[0], group, **self.options[0], **options)
         op: Callable[..., torch.Tensor] = getattr(tileweave, self.problem.op)
-        for (a, b), bias in zip(self.inputs, self.biases, strict=True):
-            self.outs.append(op(a, b, group, bias=bias, **options))
+        for operands, own in zip(self.operands, self.options, strict=True):
+            self.outs.append(op(*operands, group, **own, **options))
         return self
 
 
@@ -111,37 +115,41 @@ def _run_in_processes(problem: Problem, device: str) -> dict[str, Any] | None:
         tileweave.check(None, place)
         dist.barrier()
         seconds = time.perf_counter() - start
-        outs = [_gathered(shard, problem) for shard in data.outs]
+        outs = [_gathered(out, problem) for out in data.outs]
         return _report(problem, "processes", data.route, outs, place, seconds) if dist.get_rank() == 0 else None
     finally:
         dist.destroy_process_group()
 
 
-def _gathered(shard: torch.Tensor, problem: Problem) -> torch.Tensor:
-    """The whole result [m, n] in float32 from every rank's rows."""
-    whole = [torch.empty_like(shard, dtype=torch.float32) for _ in range(problem.ranks)]
-    dist.all_gather(whole, shard.float())
-    return torch.cat(whole)
+def _gathered(out: torch.Tensor, problem: Problem) -> list[torch.Tensor]:
+    """Every rank's result, in float32."""
+    outs = [torch.empty_like(out, dtype=torch.float32) for _ in range(problem.ranks)]
+    dist.all_gather(outs, out.float())
+    return outs
 
 
 def _report(
-    problem: Problem, world: str, route: Any, outs: list[torch.Tensor], device: torch.device, seconds: float
+    problem: Problem, world: str, route: Any, outs: list[list[torch.Tensor]], device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    errors = [_error(problem, call, out, device) for call, out in enumerate(outs)]
+    errors = [_error(problem, call, each, device) for call, each in enumerate(outs)]
     worst = max(errors) if all(map(math.isfinite, errors)) else None
-    limit = tolerance(DTYPES[problem.dtype], problem.ranks, problem.deterministic)
+    limit = problem.of_op.limit(DTYPES[problem.dtype], problem.ranks, problem.deterministic)
+    operands, result = problem.shapes()
     return {
         "version": tileweave.__version__,
         "op": problem.op,
         "ranks": problem.ranks,
         "backend": route.backend,
         "world": world,
-        "shape": {"m": problem.m, "n": problem.n, "k": problem.k},
+        "shape": problem.sizes,
+        "operands": [list(shape) for shape in operands],
+        "result": list(result),
         "dtype": problem.dtype,
         "deterministic": problem.deterministic,
         "bias": problem.bias,
         "seed": problem.seed,
         "calls": CALLS,
+        "fused": route.fused,
         "plan": route.plan.to_dict() if route.plan else None,
         "reason": route.reason,
         "rel_error": worst,
@@ -151,11 +159,14 @@ def _report(
     }
 
 
-def _error(problem: Problem, call: int, out: torch.Tensor, device: torch.device) -> float:
-    """Relative error of a call's whole result; infinite if it has another shape."""
-    pairs = [problem.inputs(call, rank, device) for rank in range(problem.ranks)]
-    truth = reference([a for a, _ in pairs], [b for _, b in pairs], bias=problem.bias_vector(call, device))
-    return relative_error(out, truth) if out.shape == truth.shape else math.inf
+def _error(problem: Problem, call: int, outs: list[torch.Tensor], device: torch.device) -> float:
+    """Relative error of all ranks' results of a call together; infinite if one has another shape."""
+    operands = [problem.operands(call, rank, device) for rank in range(problem.ranks)]
+    truths = problem.of_op.truth(operands, problem.biases(call, device))
+    if any(out.shape != truth.shape for out, truth in zip(outs, truths, strict=True)):
+        return math.inf
+    got, truth = (torch.cat([x.float().flatten() for x in each]) for each in (outs, truths))
+    return relative_error(got, truth)
 
 
 def _check_memory(problem: Problem, device: torch.device, calls: int) -> None:
@@ -164,7 +175,7 @@ def _check_memory(problem: Problem, device: torch.device, calls: int) -> None:
     if there is not None and need > there:
         where = "GPU" if device.type == "cuda" else "machine"
         raise BadUsage(
-            f"--shape m={problem.m},n={problem.n},k={problem.k} needs at least {need / 2**30:,.1f} GiB of memory, "
+            f"--shape {problem.shape_text()} needs at least {need / 2**30:,.1f} GiB of memory, "
             f"and this {where} has {there / 2**30:,.1f} GiB; take smaller sizes"
         )
 

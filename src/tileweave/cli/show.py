@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from tileweave.cli.ops import OPS
 from tileweave.cli.problem import LARGEST_SEED
 
 RAN_AS = {
@@ -12,23 +13,19 @@ RAN_AS = {
     "virtual": "virtual ranks on one GPU, a stream and a share of the SMs each",
     "processes": "one process and one GPU per rank",
 }
-FALLBACKS = {
-    "emulated": "torch.matmul, then a sum over the emulated ranks: no kernel ran, so none was checked",
-    "virtual": "torch.matmul, then a sum over the virtual ranks: no fused kernel",
-    "processes": "torch.matmul, then the process group's reduce-scatter",
-}
+WITHOUT = {"emulated": ": no kernel ran, so none was checked", "virtual": ": no fused kernel"}
 
 
 def report(console: Console, result: dict[str, Any]) -> None:
     """Print what `run_job` returned, and what to try next."""
-    shape, ranks = result["shape"], result["ranks"]
-    m, n, k = shape["m"], shape["n"], shape["k"]
+    ranks, sizes = result["ranks"], " ".join(f"{name}={size}" for name, size in result["shape"].items())
+    per_rank = f"{' @ '.join(map(str, result['operands']))} -> {result['result']}"
     options = "".join(f", {name}" for name in ("deterministic", "bias") if result[name])
     console.print(f"[bold]{result['op']}[/], {ranks} rank{'s' * (ranks != 1)}, {result['dtype']}{options}")
     rows = {
-        "problem": f"m={m} n={n} k={k}; per rank [{m}, {k // ranks}] @ [{k // ranks}, {n}] -> [{m // ranks}, {n}]",
+        "problem": f"{sizes}; per rank {per_rank}",
         "ran as": f"{ran_as(result)}; {result['calls']} calls, fresh data each, seed {result['seed']}",
-        "plan": plan_line(result["plan"]),
+        "plan": plan_line(result),
         "reason": result["reason"],
         "result": verdict(result),
         "seconds": f"{result['seconds']:.2f}",
@@ -47,13 +44,17 @@ def ran_as(result: dict[str, Any]) -> str:
     """What computed the result."""
     if result["backend"] != "fallback":
         return RAN_AS[result["backend"]]
-    return "torch.matmul alone" if result["ranks"] == 1 else FALLBACKS[result["world"]]
+    op, world = OPS[result["op"]], result["world"]
+    if result["ranks"] == 1:
+        return op.alone
+    return op.between if world == "processes" else op.within.format(world) + WITHOUT[world]
 
 
-def plan_line(plan: dict[str, Any] | None) -> str:
-    """A plan in one line; says so where no fused kernel ran."""
+def plan_line(result: dict[str, Any]) -> str:
+    """The plan in one line; says so where there is none."""
+    plan = result["plan"]
     if plan is None:
-        return "none: no fused kernel"
+        return "none: a collective has but one way" if result["fused"] else "none: no fused kernel"
     tile = "x".join(str(size) for size in plan["tile"])
     line = f"{plan['mechanism']}, {plan['schedule']}, tile {tile}, {plan['stages']} stages"
     if plan["comm_sms"]:
@@ -75,9 +76,9 @@ def next_steps(result: dict[str, Any]) -> list[tuple[str, str]]:
     steps = []
     if result["ranks"] == 1:
         steps.append((f"{run} --ranks 4", "ranks that send each other their tiles"))
-    elif not result["deterministic"]:
-        steps.append((f"{run} --deterministic", "a slot per source, added in a fixed order"))
-    steps.append((f"{run} --ranks 3 --shape m=300,n=200,k=960", "sizes that no tile divides"))
+    known = {"--deterministic": result["deterministic"] or result["ranks"] == 1, "--bias": result["bias"]}
+    more = OPS[result["op"]].more
+    steps += [(f"{run} {options}", purpose) for options, purpose in more if not known.get(options)]
     if result["backend"] == "emulated":
         steps.append((f"{run} --seed {(result['seed'] + 1) % (LARGEST_SEED + 1)}", "another schedule, other data"))
     steps.append(("tileweave doctor", "what this machine can run"))

@@ -1,0 +1,171 @@
+"""The ops that `tileweave run` runs: what the command has to know of each, as plain values and small functions."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tileweave.ops.all_gather_matmul import reference as gathered_product
+from tileweave.ops.collectives import reference as collective
+from tileweave.ops.matmul_all_reduce import reference as reduced_product
+from tileweave.ops.matmul_all_reduce import tolerance as reduced_tolerance
+from tileweave.ops.matmul_reduce_scatter import reference as scattered_product
+from tileweave.ops.matmul_reduce_scatter import tolerance
+
+Shape = tuple[int, ...]
+Sizes = Mapping[str, int]
+Operands = Sequence[Sequence[torch.Tensor]]  # of each rank
+
+
+@dataclass(frozen=True)
+class Op:
+    """What the command has to know of an op.
+
+    sizes: of the whole problem, unless the command line says otherwise; shared: those of which each rank has its share,
+    with what that is, and what divides a default share, so that TMA can address it for 3, 5, 6 and 7 ranks too;
+    shapes: what a rank hands in, and gets, from sizes of which those in `shared` are its share and `ranks` is one more;
+    options: those of the command that the op has; fixed: arguments that it always gets; truth: what each rank should
+    get, in float32, from all ranks' operands and biases; limit: the largest relative error of that, from dtype, ranks
+    and whether it was to be deterministic; alone, within, between: how it is computed without a kernel, by one rank, by
+    ranks of one process, and by several processes; more: options worth trying next, each with what it shows.
+    """
+
+    sizes: Sizes
+    shared: Mapping[str, tuple[str, int]]
+    shapes: Callable[[Sizes], tuple[list[Shape], Shape]]
+    options: tuple[str, ...]
+    truth: Callable[[Operands, list[torch.Tensor] | None], list[torch.Tensor]]
+    limit: Callable[[torch.dtype, int, bool], float]
+    alone: str
+    within: str
+    between: str
+    more: tuple[tuple[str, str], ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    own_bias: bool = False  # whether a rank has its share of the bias, instead of all of it
+
+    def share(self, sizes: Sizes, ranks: int) -> dict[str, int]:
+        """A rank's share of the whole problem, as `shapes` takes it."""
+        return {name: size // ranks if name in self.shared else size for name, size in sizes.items()} | {"ranks": ranks}
+
+    def least_bytes(self, sizes: Sizes, ranks: int, itemsize: int, calls: int) -> int:
+        """Bytes of all ranks' operands of `calls` calls and of all ranks' results of one in float32."""
+        operands, result = self.shapes(self.share(sizes, ranks))
+        return ranks * (calls * itemsize * sum(map(math.prod, operands)) + 4 * math.prod(result))
+
+
+def _bias(biases: list[torch.Tensor] | None, rank: int = 0) -> torch.Tensor | None:
+    return None if biases is None else biases[rank]
+
+
+def _turned(operands: Operands) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """All ranks' a, and all ranks' b."""
+    return [a for a, _ in operands], [b for _, b in operands]
+
+
+def _collective(name: str, **fixed: Any) -> Callable[[Operands, list[torch.Tensor] | None], list[torch.Tensor]]:
+    return lambda operands, biases: collective(name, [x for (x,) in operands], **fixed)
+
+
+ROWS, COLUMNS, DEPTH = "each rank {} m / ranks rows", "each rank {} n / ranks columns", "each rank holds k / ranks {}"
+RAGGED = "sizes that no tile divides"
+MATMUL = {"m": 512, "n": 512, "k": 2048}
+OPS: dict[str, Op] = {
+    "matmul_reduce_scatter": Op(
+        sizes=MATMUL,
+        shared={"m": (ROWS.format("gets"), 16), "k": (DEPTH.format("columns of A"), 64)},
+        shapes=lambda s: ([(s["m"] * s["ranks"], s["k"]), (s["k"], s["n"])], (s["m"], s["n"])),
+        options=("deterministic", "bias"),
+        truth=lambda operands, biases: list(
+            scattered_product(*_turned(operands), "sum", _bias(biases)).chunk(len(operands))
+        ),
+        limit=tolerance,
+        alone="torch.matmul alone",
+        within="torch.matmul, then a sum over the {} ranks",
+        between="torch.matmul, then the process group's reduce-scatter",
+        more=(
+            ("--deterministic", "a slot per source, added in a fixed order"),
+            ("--ranks 3 --shape m=300,n=200,k=960", RAGGED),
+        ),
+    ),
+    "all_gather_matmul": Op(
+        sizes={"m": 512, "n": 2048, "k": 512},
+        shared={"m": (ROWS.format("holds"), 16), "n": (COLUMNS.format("gets"), 64)},
+        shapes=lambda s: ([(s["m"], s["k"]), (s["k"], s["n"])], (s["m"] * s["ranks"], s["n"])),
+        options=("bias",),
+        truth=lambda operands, biases: [
+            gathered_product(_turned(operands)[0], b, _bias(biases, rank)) for rank, (_, b) in enumerate(operands)
+        ],
+        limit=lambda dtype, ranks, deterministic: tolerance(dtype, 1, True),
+        alone="torch.matmul alone",
+        within="the rows of the {} ranks put together, then torch.matmul",
+        between="the process group's all-gather, then torch.matmul",
+        more=(("--bias", "a bias, each rank its columns' own"), ("--ranks 3 --shape m=300,n=600,k=200", RAGGED)),
+        own_bias=True,
+    ),
+    "matmul_all_reduce": Op(
+        sizes=MATMUL,
+        shared={"k": (DEPTH.format("columns of A"), 64)},
+        shapes=lambda s: ([(s["m"], s["k"]), (s["k"], s["n"])], (s["m"], s["n"])),
+        options=("deterministic", "bias"),
+        truth=lambda operands, biases: [reduced_product(*_turned(operands), _bias(biases))] * len(operands),
+        limit=lambda dtype, ranks, deterministic: reduced_tolerance(dtype, ranks),
+        alone="torch.matmul alone",
+        within="torch.matmul, then a sum over the {} ranks",
+        between="torch.matmul, then the process group's all-reduce",
+        more=(
+            ("--shape m=4", "few rows, as in decoding: every rank sums all"),
+            ("--ranks 3 --shape m=300,n=200,k=960", RAGGED),
+        ),
+    ),
+    "all_gather": Op(
+        sizes={"m": 512, "n": 512},
+        shared={"m": (ROWS.format("holds"), 16)},
+        shapes=lambda s: ([(s["m"], s["n"])], (s["m"] * s["ranks"], s["n"])),
+        options=(),
+        truth=_collective("all_gather"),
+        limit=lambda dtype, ranks, deterministic: 0.0,
+        alone="a copy",
+        within="the tensors of the {} ranks put together by torch",
+        between="the process group's all-gather",
+        more=(("--ranks 3 --shape m=30,n=7", "rows of an odd number of elements"),),
+    ),
+    "reduce_scatter": Op(
+        sizes={"m": 512, "n": 512},
+        shared={"m": (ROWS.format("gets"), 16)},
+        shapes=lambda s: ([(s["m"] * s["ranks"], s["n"])], (s["m"], s["n"])),
+        options=("deterministic",),
+        truth=_collective("reduce_scatter"),
+        limit=tolerance,
+        alone="a copy",
+        within="a sum over the {} ranks by torch",
+        between="the process group's reduce-scatter",
+        more=(("--ranks 3 --shape m=30,n=7", "rows of an odd number of elements"),),
+    ),
+    "all_reduce": Op(
+        sizes={"m": 512, "n": 512},
+        shared={},
+        shapes=lambda s: ([(s["m"], s["n"])], (s["m"], s["n"])),
+        options=("deterministic",),
+        truth=_collective("all_reduce"),
+        limit=tolerance,
+        alone="a copy",
+        within="a sum over the {} ranks by torch",
+        between="the process group's all-reduce",
+        more=(("--ranks 3 --shape m=1,n=77", "little to send: every rank sums all"),),
+    ),
+    "all_to_all": Op(
+        sizes={"m": 512, "n": 512},
+        shared={"m": (ROWS.format("holds"), 16), "n": (COLUMNS.format("gets"), 16)},
+        shapes=lambda s: ([(s["m"], s["n"] * s["ranks"])], (s["m"] * s["ranks"], s["n"])),
+        options=(),
+        truth=_collective("all_to_all", split_dim=1, concat_dim=0),
+        limit=lambda dtype, ranks, deterministic: 0.0,
+        alone="a copy",
+        within="the tensors of the {} ranks cut and put together by torch",
+        between="the process group's all-to-all",
+        more=(("--ranks 3 --shape m=30,n=21", "rows of an odd number of elements"),),
+        fixed={"split_dim": 1, "concat_dim": 0},
+    ),
+}

@@ -1,0 +1,124 @@
+"""`tileweave run` of every op that it has: what is asked of it, computed, and told."""
+
+import json
+
+import pytest
+import torch
+
+import tileweave
+from tileweave.cli import main
+from tileweave.cli.ops import OPS
+from tileweave.cli.problem import make_problem
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+OTHERS = [op for op in OPS if op != "matmul_reduce_scatter"]  # which test_cli.py runs
+SMALL = {"all_gather_matmul": "m=64,n=128,k=64", "matmul_all_reduce": "m=24,n=64,k=96"}
+
+
+def run(op, *options, ranks=2, shape=None):
+    """The exit code of a small problem in the emulator."""
+    shape = shape or SMALL.get(op, "m=24,n=48")
+    return main(["run", op, "--ranks", str(ranks), "--shape", shape, "--device", "cpu", *options])
+
+
+def test_the_ops_are_those_of_the_library():
+    assert set(OPS) == {"matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", *COLLECTIVES}
+    assert all(callable(getattr(tileweave, op)) for op in OPS)
+
+
+@pytest.mark.parametrize("op", OTHERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_small_problem_is_right_and_told_as_one_object(op, ranks, capsys):
+    shape = {"all_gather_matmul": "m=96,n=96,k=64"}.get(op)
+    assert run(op, "--json", ranks=ranks, shape=shape) == 0
+    report = json.loads(capsys.readouterr().out)
+    fused = ranks > 1 or op not in COLLECTIVES  # those of one rank are a copy
+    assert (report["op"], report["ranks"], report["world"], report["fused"]) == (op, ranks, "emulated", fused)
+    assert (report["plan"] is None) == (op in COLLECTIVES)
+    assert report["ok"] is True and 0 <= report["rel_error"] <= report["tolerance"]
+    assert report["rel_error"] > 0 or op in COLLECTIVES
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_text_names_sizes_and_shapes_and_what_next(op, capsys):
+    assert run(op) == 0
+    text = capsys.readouterr().out
+    problem = make_problem(op, 2, SMALL.get(op, "m=24,n=48"), "bf16")
+    operands, result = problem.shapes()
+    assert f"{op}, 2 ranks, bf16" in text
+    assert " ".join(f"{name}={size}" for name, size in problem.sizes.items()) in text
+    assert f"per rank {' @ '.join(map(str, operands))} -> {result}".replace("(", "[").replace(")", "]") in text
+    assert "right: relative error" in text and f"tileweave run {op} " in text
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_default_sizes_are_legal_and_aligned_for_any_world(op, ranks):
+    problem = make_problem(op, ranks, "", "bf16")
+    operands, result = problem.shapes()
+    assert all(shape[1] % 8 == 0 for shape in (*operands, result))
+    assert (ranks not in (1, 2, 4, 8)) or problem.sizes == OPS[op].sizes
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_shapes_are_those_of_the_op(op, ranks):
+    """The truth of drawn operands has the shape that the table says, on every rank."""
+    problem = make_problem(
+        op, ranks, "m=12,n=24,k=36" if "k" in OPS[op].sizes else "m=12,n=24", "bf16", bias="bias" in OPS[op].options
+    )
+    cpu = torch.device("cpu")
+    operands = [problem.operands(0, rank, cpu) for rank in range(ranks)]
+    assert [tuple(x.shape) for x in operands[0]] == problem.shapes()[0]
+    truths = problem.of_op.truth(operands, problem.biases(0, cpu))
+    assert [tuple(x.shape) for x in truths] == [problem.shapes()[1]] * ranks
+
+
+@pytest.mark.parametrize(("op", "option"), [(op, option) for op in OTHERS for option in OPS[op].options])
+def test_options_reach_the_op(op, option, monkeypatch, capsys):
+    asked = []
+    right = getattr(tileweave, op)
+
+    def seen(*args, **kwargs):
+        asked.append(kwargs)
+        return right(*args, **kwargs)
+
+    monkeypatch.setattr(tileweave, op, seen)
+    assert run(op, f"--{option}", "--json") == 0
+    assert json.loads(capsys.readouterr().out)[option] is True
+    assert all(option in kwargs for kwargs in asked) and len(asked) == 4
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_a_wrong_result_is_told_and_exits_with_1(op, monkeypatch, capsys):
+    right = getattr(tileweave, op)
+    monkeypatch.setattr(tileweave, op, lambda *args, **kwargs: right(*args, **kwargs) * 1.5)
+    assert run(op) == 1
+    assert "WRONG: relative error 5.0e-01" in capsys.readouterr().out
+
+
+def test_results_of_swapped_ranks_are_wrong(monkeypatch, capsys):
+    right = tileweave.all_to_all
+    monkeypatch.setattr(tileweave, "all_to_all", lambda x, *args, **kwargs: right(x.flip(0), *args, **kwargs))
+    assert run("all_to_all", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_all_reduce"])
+def test_what_tma_cannot_address_falls_back_and_says_how(op, capsys):
+    assert run(op, ranks=3, shape="m=9,n=21,k=15") == 0
+    text = capsys.readouterr().out
+    assert "emulated ranks" in text and "no kernel ran, so none was checked" in text and "none: no fused kernel" in text
+
+
+@pytest.mark.parametrize("op", OTHERS)
+def test_empty_sizes(op):
+    assert run(op, shape="m=0,n=48") == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OTHERS)
+def test_virtual_ranks(op, capsys):
+    assert main(["run", op, "--ranks", "4", "--device", "cuda", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["backend"], report["fused"], report["ok"]) == ("virtual", True, True)
