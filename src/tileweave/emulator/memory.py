@@ -330,15 +330,13 @@ class Memory:
     def signal(self, byte: int, old: int, value: int, part: Partition | Copy) -> None:
         """A release at system scope by storing `value`, which a wait tells from other values stored there."""
         self.world.coverage.raised(self, byte)
-        location = self._location(byte, old)
+        location = self.location(byte, old)
         who = part.cta, part.lane, part.count
         location.write(value, dict(self.release(byte, part, "sys")), who)
 
-    def wrote(self, byte: int, old, value, who: tuple) -> None:
-        """Enter a value that an atomic operation has put in the place of `old`; `who`: CTA, lane and event."""
-        self._location(byte, old).write(value, dict(self.released.get(byte, ())), who)
-
-    def _location(self, byte: int, value) -> Location:
+    def location(self, byte: int, value) -> Location:
+        """The writes to a word that now holds `value`. One is entered when what it releases has been, but this is asked
+        for before, as a word that has none yet begins with what has been released so far."""
         location = self.locations.get(byte)
         if location is None:
             location = self.locations[byte] = Location(value, dict(self.released.get(byte, ())))

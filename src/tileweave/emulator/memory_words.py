@@ -109,7 +109,8 @@ def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
     old = flat[offset].item()
     new = compute(old, *operands)
     memory.access("atomic", region, me, place, scope)
-    who = me.cta, me.lane, me.count
+    who, releases = (me.cta, me.lane, me.count), sem in ("release", "acq_rel")
+    location = memory.location(byte, old) if new != old or releases else None
     if new == old:
         me.polled = (*poll, memory.version(byte))
     else:
@@ -118,10 +119,10 @@ def _atomic(name: str, compute, pointer, operands, mask, sem, scope, used):
         me.polled = None
     if "acq" in sem:
         memory.acquire(byte, me, scope, everybody=False)
-    if sem in ("release", "acq_rel"):
+    if releases:
         memory.release(byte, me, scope)
-    if new != old or sem in ("release", "acq_rel"):
-        memory.wrote(byte, old, new, who)
+    if location is not None:
+        location.write(new, dict(memory.released.get(byte, ())), who)
     if used:
         me.sync()
     return scalar(old, flat.dtype)
