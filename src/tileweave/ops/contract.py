@@ -41,6 +41,21 @@ class Like(NamedTuple):
         return None if x is None else cls(x.shape, operand_dtype(x), x.device)
 
 
+def check_scale(op: str, name: str, scale: Like | None, each: tuple[int, int], a: Like) -> None:
+    """ValueError unless the scale `name` of an operand is float32 beside `a`: one value, or one in each place of shape
+    `each`, a row of a or a column of b. Operands that are not float8 have none."""
+    if a.dtype != FP8:
+        if scale is not None:
+            raise ValueError(f"{op}: {name} goes with float8_e4m3fn operands, but a is {a.dtype}")
+        return
+    if scale is None:
+        raise ValueError(f"{op}: float8_e4m3fn operands need {name}: one float32 value, or {list(each)} of them")
+    if scale.dtype != torch.float32 or scale.device != a.device:
+        raise ValueError(f"{op}: {name} must be float32 on {a.device}, got {scale.dtype} on {scale.device}")
+    if scale.shape.numel() != 1 and tuple(scale.shape) != each:
+        raise ValueError(f"{op}: {name} must be one value or {list(each)}, got shape {list(scale.shape)}")
+
+
 class Site(NamedTuple):
     """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`."""
 

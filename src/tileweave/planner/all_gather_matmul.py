@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
-from tileweave.planner.tiling import TILINGS, Tile, Tiling, operand_bytes, overlapped, whole_tiles
+from tileweave.planner.tiling import STEP_BYTES, TILINGS, Tile, Tiling, operand_bytes, overlapped, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "none")
+MECHANISMS = {"tma": SCHEDULES, "copy_engine": ("inter_sm",), "register": SCHEDULES}  # and the schedules of each
+COPYING_RANKS = 64  # that the copy engine's channel has flags for
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
 # prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
@@ -20,7 +22,7 @@ class Problem:
     """One call of all-gather + matmul as every rank sees it.
 
     rows, k: this rank's shard of A; ns: columns of each B; sms: SMs the kernel may use on this rank; linked: whether
-    peers are behind a link (False for virtual and emulated ranks).
+    peers are behind a link (False for virtual and emulated ranks); operand_bytes: size of an element of A and B.
     """
 
     rows: int
@@ -29,6 +31,7 @@ class Problem:
     world: int
     sms: int
     linked: bool = True
+    operand_bytes: int = 2
 
 
 def row_tiles(problem: Problem, tile: Tile) -> int:
@@ -47,7 +50,7 @@ def tiles_of(problem: Problem, tile: Tile) -> int:
 
 
 def computing_sms(problem: Problem, plan: Plan) -> int:
-    """SMs that multiply: those that do not communicate meanwhile."""
+    """SMs that multiply: those that do not communicate meanwhile, or are left to the copies of a copy engine."""
     return problem.sms if plan.schedule == "none" else problem.sms - plan.comm_sms
 
 
@@ -60,19 +63,25 @@ def block_tiles(problem: Problem, plan: Plan, flags: int) -> int:
 
 def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:
     """Why `plan` cannot run `problem`, naming the legal values; None if it can. Planner and launch both ask here."""
-    if plan.mechanism != "tma":
-        return f"plan.mechanism={plan.mechanism!r}: all_gather_matmul has 'tma'"
-    if plan.schedule not in SCHEDULES:
-        return f"plan.schedule={plan.schedule!r}: all_gather_matmul has {', '.join(map(repr, SCHEDULES))}"
+    if plan.mechanism not in MECHANISMS:
+        return f"plan.mechanism={plan.mechanism!r}: all_gather_matmul has {', '.join(map(repr, MECHANISMS))}"
+    if plan.schedule not in MECHANISMS[plan.mechanism]:
+        legal = ", ".join(map(repr, MECHANISMS[plan.mechanism]))
+        return f"plan.schedule={plan.schedule!r}: all_gather_matmul has {legal} with {plan.mechanism!r}"
     most = problem.sms if plan.schedule == "none" else problem.sms - 1
     if problem.world == 1:
         if plan.comm_sms != 0:
             return f"plan.comm_sms={plan.comm_sms}: a world of one has 0, as there is nobody to send to"
+    elif plan.mechanism == "copy_engine":
+        if problem.world > COPYING_RANKS:
+            return f"plan.mechanism='copy_engine': it has up to {COPYING_RANKS} ranks, the group has {problem.world}"
+        if not 0 <= plan.comm_sms <= most:
+            return f"plan.comm_sms={plan.comm_sms}: copy_engine leaves 0 to {most} of {problem.sms} SMs to the copies"
     elif most < 1:
         return f"plan.schedule={plan.schedule!r} needs an SM to communicate and one to multiply; 'none' would do with 1"
     elif not 1 <= plan.comm_sms <= most:
         return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 1 to {most} with {problem.sms} SMs"
-    return core.untileable(plan, 2, hardware) or core.unshareable(_alone(problem, plan), plan)
+    return core.untileable(plan, 2, hardware, problem.operand_bytes) or core.unshareable(_alone(problem, plan), plan)
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
@@ -91,12 +100,12 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     exchange = tiling.exchange_us(tiles, plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
-    moved = operand_bytes(m, n, problem.k, plan.tile, sms, hardware) + 2 * m * n
+    moved = operand_bytes(m, n, problem.k, plan.tile, sms, hardware) * problem.operand_bytes / 2 + 2 * m * n
     memory = hardware.launch_us + moved / (hardware.memory_gbs * min(sms, tiles) / hardware.sms * 1e3)
     if problem.world == 1:
         return overlapped(compute, memory) + exchange
     rate = plan.comm_sms * SM_GBS
-    sent = 2 * problem.rows * problem.k * (problem.world - 1)
+    sent = problem.operand_bytes * problem.rows * problem.k * (problem.world - 1)
     send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
     multiply = overlapped(compute, memory) + exchange
     return (multiply + send if plan.schedule == "none" else overlapped(multiply, send)) + hardware.sync_us
@@ -110,8 +119,9 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
     for comm_sms in COMM_SMS if problem.world > 1 else (0,):
         for tiling in TILINGS:
             for split in SPLITS:
-                plan = Plan("tma", schedule, tiling.tile, tiling.stages, split, comm_sms)
-                tiles, sms = tiles_of(problem, tiling.tile), computing_sms(problem, plan)
+                tile = (*tiling.tile[:2], STEP_BYTES // problem.operand_bytes)
+                plan = Plan("tma", schedule, tile, tiling.stages, split, comm_sms)
+                tiles, sms = tiles_of(problem, tile), computing_sms(problem, plan)
                 idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
                 if not idle and not unsupported(problem, plan, hardware):
                     found.append((predict_us(problem, plan, tiling, hardware), plan))

@@ -9,8 +9,8 @@ whether stores are performed only LAG items later, so that neither waits for the
 | ring.ready | FETCH's TMA load | this CTA, before SEND | mbarrier, CTA | store_read_wait: the stores of the buffer's last use have read it |
 | state[OWN_WORDS + block] | every communicator CTA, its share of the block performed | nobody; the last one tells | acq_rel, gpu | the last one puts it back to 0 |
 
-An op states FETCH (start the load of an item to a place in the ring), SEND (start its stores, one for each item) and TELL
-(raise the flags of a block). As these kernels end like any other, COMMUNICATE calls `finish_all` then.
+An op states FETCH (start the load of an item to a place in the ring) and SEND (start its stores, one for each item), or COPY
+(both, through registers), and TELL (raise the flags of a block). As these kernels end like any other, COMMUNICATE calls `finish_all` then.
 """
 
 from tileweave import lang as gl
@@ -42,10 +42,26 @@ def send_blocks(work, blocks, share, epoch, FETCH: gl.constexpr, SEND: gl.conste
         if (performed >= 0) & ((performed + 1) % share == 0):
             gl.store_wait(LAG)
             gl.barrier()
-            block = performed // share
-            if gl.atomic_add(mm.state + OWN_WORDS + block, 1, sem="acq_rel", scope="gpu") == mm.COMM_SMS - 1:
-                gl.atomic_xchg(mm.state + OWN_WORDS + block, 0, sem="relaxed", scope="gpu")
-                TELL(work, block, epoch)
+            count_block(work, performed // share, epoch, TELL)
+
+
+@gl.jit
+def copy_blocks(work, blocks, share, epoch, COPY: gl.constexpr, TELL: gl.constexpr):
+    """As `send_blocks`, through registers: COPY takes an item from here to there."""
+    for block in range(0, blocks):
+        for i in range(0, share):
+            COPY(work, block, i, epoch)
+        gl.barrier()
+        count_block(work, block, epoch, TELL)
+
+
+@gl.jit
+def count_block(work, block, epoch, TELL: gl.constexpr):
+    """This CTA's share of a block is performed, as all its threads know. The last one tells."""
+    mm = work.matmul
+    if gl.atomic_add(mm.state + OWN_WORDS + block, 1, sem="acq_rel", scope="gpu") == mm.COMM_SMS - 1:
+        gl.atomic_xchg(mm.state + OWN_WORDS + block, 0, sem="relaxed", scope="gpu")
+        TELL(work, block, epoch)
 
 
 @gl.jit

@@ -7,6 +7,19 @@ from tileweave import Plan
 from tileweave.ops.all_gather_matmul import reference
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 
+# Ways to gather, as changes of a plan.
+MECHANISMS = [
+    dict(mechanism="register"),
+    dict(mechanism="register", schedule="intra_sm"),
+    dict(mechanism="copy_engine", comm_sms=0),
+]
+WAYS = [*(dict(schedule=name) for name in ("inter_sm", "intra_sm", "none")), *MECHANISMS]
+
+
+def way_name(way) -> str:
+    """Of one of WAYS, for a test."""
+    return " ".join(str(value) for name, value in way.items() if name != "comm_sms")
+
 
 def plan(**changes) -> Plan:
     """A plan of small tiles, of which even small problems have several, but for `changes`."""

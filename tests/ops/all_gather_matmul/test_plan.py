@@ -61,22 +61,47 @@ def test_blocks_cover_the_shard_with_the_flags_there_are(flags, rows, k, comm_sm
 
 
 # Roles that a world of one has no use for, and of `load` what it has beside its load from own rows.
-ADDED_ROLES = ("before_load", "tile_of", "receiver", "fetch", "send", "tell", "communicate")
+ALL = ("place", "before_load")
+COMMUNICATORS = (*ALL, "tile_of", "receiver", "tell", "communicate")
+ADDED_ROLES = {
+    "tma": (*COMMUNICATORS, "fetch", "send"),
+    "register": (*COMMUNICATORS, "copy_tile", "lines_to"),
+    "copy_engine": (*ALL, "give_back", "await_places_kernel"),
+}
+# Lines of a role that are another schedule's, another mechanism's, or of scales.
+OF_OTHERS = {
+    "tell": ["send_scales(", "if work.DIRECT:", "signal_all(", "else:"],
+    "communicate": ["if work.BY_REGISTERS:", "_blocks(", "else:", "if work.LAST:"],
+}
 ADDED_TO_LOAD = """    else:
-        where = [(epoch & 1) * flags.world + owner, gl.where(there, row, work.rows), k]
+        where = [place(work, owner, epoch), gl.where(there, row, work.rows), step * work.slots.block_shape[3]]
         source = owner if work.DIRECT else flags.rank
         gl.load_async(work.slots, source, where, operand_buf(mm, at, work.slots), bar)
 """
+ADDED = "# ---------------------------------------------------------------- what the all-gather adds"
 
 
-def test_the_kernel_adds_fewer_than_fifty_lines_to_that_of_one_gpu():
-    """Decorators and all, but for docstrings; what all inter-SM kernels share is in tiles/."""
-    text = Path(kernel.__file__).read_text()
-    assert ADDED_TO_LOAD in text
-    count = len(ADDED_TO_LOAD.splitlines())
+def lines_of(text):
+    """Of each function behind `what the all-gather adds`: decorators and all, but for docstrings."""
+    first, counts = text[: text.index(ADDED)].count("\n"), {}
     for role in ast.parse(text).body:
-        if isinstance(role, ast.FunctionDef) and role.name in ADDED_ROLES:
-            docstring = role.body.pop(0)
+        if isinstance(role, ast.FunctionDef) and role.lineno > first:
+            docstring = role.body[0]
             lines = role.end_lineno - role.decorator_list[0].lineno + 1
-            count += lines - (docstring.end_lineno - docstring.lineno + 1)
-    assert 40 < count < 50, count
+            counts[role.name] = lines - (docstring.end_lineno - docstring.lineno + 1)
+    return counts
+
+
+@pytest.mark.parametrize("mechanism", ADDED_ROLES)
+def test_a_mechanism_adds_fewer_than_fifty_lines_to_the_kernel_of_one_gpu(mechanism):
+    """What all inter-SM kernels share is in tiles/; 8-bit operands have some lines more for their scales."""
+    text = Path(kernel.__file__).read_text()
+    counts = lines_of(text)
+    for role, others in OF_OTHERS.items():
+        body = text[text.index(f"def {role}(") :].split("@gl.jit")[0]
+        assert all(line in body for line in others)
+        counts[role] -= len(others)
+    assert ADDED_TO_LOAD in text
+    count = len(ADDED_TO_LOAD.splitlines()) + sum(counts[role] for role in ADDED_ROLES[mechanism])
+    assert 30 < count < 50, count
+    assert set(counts) == {"load", "column", "all_gather_matmul_kernel", "send_scales"}.union(*ADDED_ROLES.values())

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tileweave.fabric import MAX_RANKS
-from tileweave.ops.contract import DTYPES, Like, Site
+from tileweave.ops.contract import DTYPES, FP8, Like, Site, check_scale
 from tileweave.ops.route import Route
 from tileweave.planner import H200, Plan
 from tileweave.planner.all_gather_matmul import Problem, plan_for, unsupported
@@ -24,7 +24,8 @@ MAX_B = 3  # matrices that the kernel has arguments for
 class Call:
     """A call that keeps the contract. rows, k: this rank's shard of A; ns: columns of each B.
 
-    max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has.
+    max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has. by_column: whether some B
+    has a scale for each column.
     """
 
     dtype: torch.dtype
@@ -34,6 +35,17 @@ class Call:
     k: int
     ns: tuple[int, ...]
     max_sms: int
+    by_column: bool = False
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the results: that of the operands, or bfloat16 where these are float8."""
+        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+
+    @property
+    def scaled(self) -> bool:
+        """Whether operands have scales."""
+        return self.dtype == FP8
 
     @property
     def local(self) -> bool:
@@ -52,20 +64,18 @@ class Agreement(NamedTuple):
         shapes = ", ".join(f"[{c.k}, {n}]" for n in c.ns)
         return (
             f"{NAME} of [{c.rows}, {c.k}] @ {shapes} {c.dtype}, bias={c.bias}, return_gathered={c.return_gathered}, "
-            f"max_sms={c.max_sms or None}, {plan}"
+            f"max_sms={c.max_sms or None}, {'scales by column, ' if c.by_column else ''}{plan}"
         )
 
 
-def check_kinds(a, b, bias, return_gathered, plan, max_sms, regather) -> None:
+def check_kinds(a, b, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=()) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`.
 
-    `b` is a sequence; `bias` one as well, or None.
+    `b` is a sequence; `bias` and `scale_b` as well, or None.
     """
-    named = [
-        ("a", a),
-        *((f"b[{i}]", x) for i, x in enumerate(b)),
-        *((f"bias[{i}]", x) for i, x in enumerate(bias or ())),
-    ]
+    named = [("a", a), ("scale_a", a if scale_a is None else scale_a)]
+    for name, each in (("b", b), ("bias", bias), ("scale_b", scale_b)):
+        named += [(f"{name}[{i}]", x) for i, x in enumerate(each or ())]
     for name, x in named:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
@@ -84,15 +94,23 @@ def check_kinds(a, b, bias, return_gathered, plan, max_sms, regather) -> None:
         raise ValueError(f"{NAME}: max_sms must be from 1 to 2**31 - 1, or None for all, got {max_sms}")
 
 
-def check(a: Like, b: Sequence[Like], bias: Sequence[Like], return_gathered: bool, max_sms: int) -> Call:
+def check(
+    a: Like,
+    b: Sequence[Like],
+    bias: Sequence[Like],
+    return_gathered: bool,
+    max_sms: int,
+    scale_a: Like | None = None,
+    scale_b: Sequence[Like] = (),
+) -> Call:
     """Hold the operator's arguments to the contract; ValueError if they break it."""
     if not 1 <= len(b) <= MAX_B:
         raise ValueError(f"{NAME}: b must be a matrix or a list of 1 to {MAX_B}, got {len(b)}")
     if len(a.shape) != 2:
         raise ValueError(f"{NAME}: a must be a matrix [M / world, K], got shape {list(a.shape)}")
     (rows, k), dtype = a.shape, a.dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"{NAME}: a and b must be bfloat16 or float16, got {dtype}")
+    if dtype not in (*DTYPES, FP8):
+        raise ValueError(f"{NAME}: a and b must be bfloat16 or float16, or float8_e4m3fn with scales, got {dtype}")
     for i, x in enumerate(b):
         if len(x.shape) != 2 or x.shape[0] != k:
             raise ValueError(
@@ -104,23 +122,38 @@ def check(a: Like, b: Sequence[Like], bias: Sequence[Like], return_gathered: boo
     if bias and len(bias) != len(b):
         raise ValueError(f"{NAME}: bias must have one for each of the {len(b)} b, got {len(bias)}")
     ns = tuple(x.shape[1] for x in b)
+    check_scale(NAME, "scale_a", scale_a, (rows, 1), a)
+    if scale_b and len(scale_b) != len(b):
+        raise ValueError(f"{NAME}: scale_b must have one for each of the {len(b)} b, got {len(scale_b)}")
+    for i, n in enumerate(ns):
+        check_scale(NAME, f"scale_b[{i}]", scale_b[i] if scale_b else None, (1, n), a)
+    wide = torch.bfloat16 if dtype == FP8 else dtype
     for i, (x, n) in enumerate(zip(bias, ns, strict=False)):
-        if tuple(x.shape) != (n,) or x.dtype != dtype or x.device != a.device:
+        if tuple(x.shape) != (n,) or x.dtype != wide or x.device != a.device:
             raise ValueError(
-                f"{NAME}: bias[{i}] must be [{n}] of {dtype} on {a.device}, "
+                f"{NAME}: bias[{i}] must be [{n}] of {wide} on {a.device}, "
                 f"got {list(x.shape)} of {x.dtype} on {x.device}"
             )
     if max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    return Call(dtype, bool(bias), return_gathered, rows, k, ns, max_sms)
+    by_column = any(scale.shape.numel() > 1 for scale in scale_b)
+    return Call(dtype, bool(bias), return_gathered, rows, k, ns, max_sms, by_column)
 
 
 @lru_cache(maxsize=4096)
 def settle(
-    site: Site, a: Like, b: tuple[Like, ...], bias: tuple[Like, ...], return_gathered, plan: Plan | None, max_sms
+    site: Site,
+    a: Like,
+    b: tuple[Like, ...],
+    bias: tuple[Like, ...],
+    return_gathered,
+    plan: Plan | None,
+    max_sms,
+    scale_a: Like | None = None,
+    scale_b: tuple[Like, ...] = (),
 ) -> tuple[Call, Route]:
     """`check`, then `choose`; remembered."""
-    call = check(a, b, bias, return_gathered, max_sms)
+    call = check(a, b, bias, return_gathered, max_sms, scale_a, scale_b)
     return call, choose(site, call, a.device, plan)
 
 
@@ -132,7 +165,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if refusal is None and device.type != site.device.type:
         refusal = f"a is on {device}, the ranks of this world are on {site.device}"
     problem = problem_of(site, call)
-    if plan is not None and (why := unsupported(problem, plan)):
+    if plan is not None and (why := unsupported(problem, plan) or taken(site, plan)):
         raise ValueError(f"{NAME}: {why}")
     if call.local:
         return Route(NAME, site.backend, False, "there is nothing to gather, nor to launch")
@@ -144,16 +177,31 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     return Route(NAME, site.backend, True, plan.reason, plan)
 
 
+def taken(site: Site, plan: Plan) -> str | None:
+    """Why the copies of a plan would wait for ever; None if they would not.
+
+    Copies within one GPU run on SMs, and none would be free while all ranks' kernels wait for them.
+    """
+    if plan.mechanism == "copy_engine" and site.backend == "virtual" and site.world > 1 and plan.comm_sms < 1:
+        return (
+            "plan.comm_sms=0: copies within one GPU need SMs, so on virtual ranks copy_engine leaves each rank 1 at "
+            "least, for which comm_sms counts"
+        )
+    return None
+
+
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     sms = site.sms or H200.sms
     usable = min(sms, call.max_sms) if call.max_sms else sms
-    return Problem(call.rows, call.ns, call.k, site.world, usable, linked=site.backend == "processes")
+    linked = site.backend == "processes"
+    return Problem(call.rows, call.ns, call.k, site.world, usable, linked, call.dtype.itemsize)
 
 
 def unaddressable(call: Call) -> str | None:
     """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
-    for name, size in (*((f"N = {n}", n) for n in call.ns), (f"K = {call.k}", call.k)):
-        if size % 8:
-            return f"{name} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    k_unit = 16 // call.dtype.itemsize
+    for name, size, unit in (*((f"N = {n}", n, 8) for n in call.ns), (f"K = {call.k}", call.k, k_unit)):
+        if size % unit:
+            return f"{name} is not a multiple of {unit}, so rows are not 16-byte aligned as TMA needs"
     return None

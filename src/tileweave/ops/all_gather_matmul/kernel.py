@@ -1,11 +1,12 @@
-"""all-gather + matmul, inter-SM: communicator CTAs push this rank's rows of A to the peers; own rows are multiplied first.
+"""all-gather + matmul, inter-SM: this rank's rows of A are pushed to the peers; own rows are multiplied first.
 
 Rank r computes the tiles of its own rows, read from the ordinary tensor `a`, then those of ranks r+1, r+2, ... in turn, read
-from a slot that their owners fill. So a communicator pushes the whole shard to rank r-1, which needs it first, then to r-2,
-...: at any time each rank sends to one and receives from one. B is up to three matrices side by side, each of which has
+from a slot that their owners fill. So r's shard goes to rank r-1 first, which needs it first, then to r-2, ...: at any time
+each rank sends to one and receives from one. B is up to three matrices side by side, each of which has
 whole columns of tiles, and a result of its own (`Column`). GATHERED: loaders store the A tiles that they pass, each tile of
-the result a share of its row's, into an ordinary tensor.
+the result a share of its row's, into an ordinary tensor. SCALED: 8-bit operands, whose scales go along with the rows.
 
+Communicator CTAs push, by TMA or (BY_REGISTERS) by loads and stores of 16 bytes; or the copy engine does (below).
 DIRECT (intra-SM, for comparison): communicators copy the shard into their own rank's slot, and loaders read peers' slots.
 LAST is False for a launch of communicators alone, behind which another one of the same call multiplies (no overlap).
 
@@ -15,15 +16,33 @@ and of the communicator:
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
 | flags[d][r * PER + i] = epoch | rank r, the last communicator that sent d of its i-th block | rank d's loaders, before a tile of these rows | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
-| slot e % 2 of rank d | peers in call e (TMA stores); DIRECT: d itself | d's loaders after flags; DIRECT: peers' loaders | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
+| slot e % 2 of rank d | peers in call e (TMA or register stores); DIRECT: d itself | d's loaders after flags; DIRECT: peers' loaders | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
+| scales in slot e % 2 of rank d | as the rows of their block, by the communicator that tells of it | d's multipliers, for whom its loader has waited | flags; then ring.ready | as the rows |
 | ring, a use whose A tile goes to `gathered` | loader's TMA load | multipliers, and the loader before it stores | mbarrier, CTA | store_read_wait before the loader goes on |
 
 A wait that times out makes the loader load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
+Of 16-bit words, also where the operands have 8 bits: the upper half of any such NaN is one of theirs. Multipliers do not know,
+and may then read a scale that is being written: NaN times whatever it is remains NaN.
+
+**Copy engine**, with a channel of its own. The host enqueues the copies, so it cannot know the epoch, nor which of two slots
+it leads to: there is one (SLOTS = 1), which a source writes again when its receivers have said that they are done. On the
+call's stream `await_places_kernel`, of one CTA, is ahead of the matmul, which has no communicators; on a second stream the
+copies run beside it: to r-1 first, block by block, behind each the word or words that are its flag.
+
+| word | written by | waited for by | order, scope | why its reuse is safe |
+|---|---|---|---|---|
+| flags[r][WORLD * PER + d] = epoch | rank d, the last storer that has parts of r's rows: all loads of them have completed | `await_places_kernel` of r in call e + 1 | release / acquire, sys | monotonic |
+| state[OWN_WORDS + r] | rank d's storers, their parts of r's rows | nobody; the last one tells r | acq_rel, gpu | the last one puts it back to 0 |
+| the place of r at rank d | r's copies in call e, behind `await_places_kernel` | d's loaders after flags | flags | as the first line says |
+| state[OWN_WORDS + WORLD + i] = epoch, i < PER | `await_places_kernel` | the copies behind it | stream order | the stream goes on after the copies |
+| flags[d][r * PER + i] = epoch | r's copy of that word; of all words from i on with the last block's | rank d's loaders, before a tile of these rows | behind the block's copy on one stream / acquire, sys; then a proxy fence | monotonic, and none is left out |
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.communicator import finish_all, operand_buf, send_blocks
+from tileweave.tiles.communicator import copy_blocks, finish_all, operand_buf, send_blocks
 from tileweave.tiles.matmul import (
+    EPOCH,
+    OWN_WORDS,
     Matmul,
     grouped_order,
     make_matmul,
@@ -40,19 +59,40 @@ REFRESH = gl.constexpr(1 << 20)
 
 @gl.aggregate
 class Column:
-    """One matrix B: [k, n] or its transpose, the result [world, rows, n] that it leads to, and a bias [n]. It has the
-    columns from `first` to `end` of all, which are padded to whole tiles."""
+    """One matrix B: [k, n] or its transpose, the result [world, rows, n] that it leads to, and of its columns biases [n]
+    and a scale, or scales [n]. It has the columns from `first` to `end` of all, which are padded to whole tiles."""
 
     b: gl.tensor_descriptor
     out: gl.tensor_descriptor
     bias: gl.tensor
+    scale: gl.tensor
     first: gl.tensor
     end: gl.tensor
     n: gl.tensor
 
     @gl.constexpr_function
-    def __init__(self, b, out, bias, first, end, n):
-        self.b, self.out, self.bias, self.first, self.end, self.n = b, out, bias, first, end, n
+    def __init__(self, b, out, bias, scale, first, end, n):
+        self.b, self.out, self.bias, self.scale, self.first, self.end, self.n = b, out, bias, scale, first, end, n
+
+
+@gl.aggregate
+class Pointers:
+    """Memory of which TMA knows nothing, or that goes through registers. Distances are in lines of 16 bytes."""
+
+    a: gl.tensor  # this rank's rows as 16-bit words, `k_lines` long
+    a_lines: gl.tensor  # and `a_lines` apart
+    k_lines: gl.tensor
+    scale_a: gl.tensor  # of these rows, `step_a` apart: 0 if one is that of all
+    step_a: gl.tensor
+    places: gl.tensor  # rank 0's first place for the rows of a source, as 16-bit words,
+    scales: gl.tensor  # and for their scales
+    rank_lines: gl.tensor
+    place_lines: gl.tensor
+
+    @gl.constexpr_function
+    def __init__(self, a, a_lines, k_lines, scale_a, step_a, places, scales, rank_lines, place_lines):
+        self.a, self.a_lines, self.k_lines, self.scale_a, self.step_a = a, a_lines, k_lines, scale_a, step_a
+        self.places, self.scales, self.rank_lines, self.place_lines = places, scales, rank_lines, place_lines
 
 
 @gl.aggregate
@@ -62,8 +102,10 @@ class Work:
     matmul: Matmul
     flags: gl.Flags
     a: gl.tensor_descriptor  # [rows, k], this rank's rows
-    slots: gl.tensor_descriptor  # [world, slot x source, rows, k in whole steps], any rank's
+    slots: gl.tensor_descriptor  # [world, slot x source, rows, k in whole steps], any rank's, as 16-bit words
     gathered: gl.tensor_descriptor  # [world, rows, k]
+    at: Pointers
+    epoch: gl.tensor  # read where multipliers need it: SCALED
     c0: Column
     c1: Column
     c2: Column
@@ -73,18 +115,25 @@ class Work:
     share: gl.tensor  # of a block: tiles for each communicator
     COLUMNS: gl.constexpr
     HAS_BIAS: gl.constexpr
+    SCALED: gl.constexpr
+    BY_COLUMN: gl.constexpr  # a scale for each column of B
     GATHERED: gl.constexpr
     DIRECT: gl.constexpr
+    BY_REGISTERS: gl.constexpr
     LAST: gl.constexpr
+    SLOTS: gl.constexpr
     PER: gl.constexpr  # flags of a source
     GROUP: gl.constexpr
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, a, slots, gathered, c0, c1, c2, rows, blocks, block_tiles, share,
-        COLUMNS, HAS_BIAS, GATHERED, DIRECT, LAST, PER, GROUP,
+        self, matmul, flags, a, slots, gathered, at, epoch, c0, c1, c2, rows, blocks, block_tiles, share,
+        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, LAST, SLOTS, PER, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags, self.a, self.slots, self.gathered = matmul, flags, a, slots, gathered
+        self.at, self.epoch, self.SLOTS = at, epoch, gl.constexpr(SLOTS)
+        self.SCALED, self.BY_COLUMN = gl.constexpr(SCALED), gl.constexpr(BY_COLUMN)
+        self.BY_REGISTERS = gl.constexpr(BY_REGISTERS)
         self.c0, self.c1, self.c2 = c0, c1, c2
         self.rows, self.blocks, self.block_tiles, self.share = rows, blocks, block_tiles, share
         self.COLUMNS, self.HAS_BIAS = gl.constexpr(COLUMNS), gl.constexpr(HAS_BIAS)
@@ -135,18 +184,37 @@ def load_b(work, at, bar, col, k):
 
 
 @gl.jit
+def scaled(work, part, owner, row, scale, cols, n, LAYOUT: gl.constexpr):
+    """A product of 8-bit operands times the scales of its rows and columns."""
+    rows = row + gl.arange(0, work.matmul.ROWS, gl.SliceLayout(1, LAYOUT))
+    scale_a, step_a = work.at.scale_a, work.at.step_a
+    if owner != work.flags.rank:
+        source = owner if work.DIRECT else work.flags.rank
+        scale_a, step_a = work.at.scales + lines_to(work, source, owner, work.epoch) * 4, step_a * 0 + 1
+    of_rows = gl.load(scale_a + rows * step_a, mask=rows < work.rows, other=0.0)
+    if work.BY_COLUMN:
+        part = part * gl.load(scale + cols, mask=cols < n, other=0.0)[None, :]
+    else:
+        of_rows = of_rows * gl.load(scale)
+    return part * of_rows[:, None]
+
+
+@gl.jit
 def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
-    """Multiplier: the bias."""
-    if work.HAS_BIAS:
-        bias, n, first = work.c0.bias, work.c0.n, work.c0.first
+    """Multiplier: scales and bias."""
+    if work.HAS_BIAS or work.SCALED:
+        bias, scale, n, first = work.c0.bias, work.c0.scale, work.c0.n, work.c0.first
         if work.COLUMNS > 1:
             if col >= work.c1.first:
-                bias, n, first = work.c1.bias, work.c1.n, work.c1.first
+                bias, scale, n, first = work.c1.bias, work.c1.scale, work.c1.n, work.c1.first
         if work.COLUMNS > 2:
             if col >= work.c2.first:
-                bias, n, first = work.c2.bias, work.c2.n, work.c2.first
+                bias, scale, n, first = work.c2.bias, work.c2.scale, work.c2.n, work.c2.first
         cols = col - first + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
-        part += gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32)[None, :]
+        if work.SCALED:
+            part = scaled(work, part, owner, row, scale, cols, n, LAYOUT)
+        if work.HAS_BIAS:
+            part += gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32)[None, :]
     return part, at
 
 
@@ -171,6 +239,18 @@ def store(work, owner, row, col, buf, epoch, met):
 
 
 @gl.jit
+def place(work, source, epoch):
+    """Which place of a rank has the rows of a source in this call."""
+    return (epoch & (work.SLOTS - 1)) * work.flags.world + source
+
+
+@gl.jit
+def lines_to(work, rank, source, epoch):
+    """How far `rank`'s place for the rows of a source is from rank 0's first one."""
+    return rank.to(gl.int64) * work.at.rank_lines + place(work, source, epoch).to(gl.int64) * work.at.place_lines
+
+
+@gl.jit
 def before_load(work, owner, row, epoch):
     """Loader: wait for the block of these rows; False after a timeout."""
     there = epoch == epoch
@@ -189,7 +269,7 @@ def load(work, at, bar, owner, row, col, step, epoch, there):
     if owner == flags.rank:
         gl.tma_load(work.a, [row, k], bar, mm.a_bufs.index(at.slot))
     else:
-        where = [(epoch & 1) * flags.world + owner, gl.where(there, row, work.rows), k]
+        where = [place(work, owner, epoch), gl.where(there, row, work.rows), step * work.slots.block_shape[3]]
         source = owner if work.DIRECT else flags.rank
         gl.load_async(work.slots, source, where, operand_buf(mm, at, work.slots), bar)
     if work.GATHERED:
@@ -201,12 +281,12 @@ def load(work, at, bar, owner, row, col, step, epoch, there):
 
 @gl.jit
 def tile_of(work, block, i):
-    """(row, k) of this CTA's i-th tile of a block, which is counted over all receivers; from beyond the end where the
-    communicators do not divide the block."""
+    """(row, K step) of this CTA's i-th tile of a block, which is counted over all receivers; from beyond the end where
+    the communicators do not divide the block."""
     mm = work.matmul
     t = i * mm.COMM_SMS + gl.program_id(0)
     row = (block % work.blocks * work.block_tiles + t // mm.k_steps) * mm.BM
-    return gl.where(t < work.block_tiles * mm.k_steps, row, work.rows), t % mm.k_steps * mm.BK
+    return gl.where(t < work.block_tiles * mm.k_steps, row, work.rows), t % mm.k_steps
 
 
 @gl.jit
@@ -220,22 +300,51 @@ def receiver(work, block):
 def fetch(work, block, i, at):
     """Communicator: a tile of own rows."""
     mm = work.matmul
-    row, k = tile_of(work, block, i)
-    gl.mbarrier_expect(mm.ring.ready_at(at), mm.BM * mm.BK * 2)
-    gl.tma_load(work.a, [row, k], mm.ring.ready_at(at), mm.a_bufs.index(at.slot))
+    row, step = tile_of(work, block, i)
+    gl.mbarrier_expect(mm.ring.ready_at(at), mm.BM * mm.BK * (work.a.dtype.primitive_bitwidth // 8))
+    gl.tma_load(work.a, [row, step * mm.BK], mm.ring.ready_at(at), mm.a_bufs.index(at.slot))
 
 
 @gl.jit
 def send(work, block, i, at, epoch):
     """Communicator: push it into this rank's place in a slot."""
-    row, k = tile_of(work, block, i)
-    where = [(epoch & 1) * work.flags.world + work.flags.rank, row, k]
+    row, step = tile_of(work, block, i)
+    where = [place(work, work.flags.rank, epoch), row, step * work.slots.block_shape[3]]
     gl.store_async(work.slots, receiver(work, block), where, operand_buf(work.matmul, at, work.slots))
+
+
+@gl.jit
+def copy_tile(work, block, i, epoch):
+    """Communicator, BY_REGISTERS: a tile of own rows, 128 bytes wide, 16 bytes of a thread at a time."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row, step = tile_of(work, block, i)
+    rows = row + gl.arange(0, work.matmul.BM, gl.SliceLayout(1, L))[:, None]
+    cols = step * 64 + gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+    own = work.at.a + rows.to(gl.int64) * (work.at.a_lines * 8) + cols
+    x = gl.load(own, mask=(rows < work.rows) & (cols < work.at.k_lines * 8), other=0.0)
+    to = work.at.places + lines_to(work, receiver(work, block), work.flags.rank, epoch) * 8
+    gl.store(to + rows.to(gl.int64) * (work.matmul.k_steps * 64) + cols, x, mask=rows < work.rows)
+
+
+@gl.jit
+def send_scales(work, block, epoch):
+    """Communicator: the scales of a block's rows, all of which are performed."""
+    if work.SCALED:
+        LANES: gl.constexpr = 32 * gl.num_warps()
+        first = block % work.blocks * work.block_tiles * work.matmul.BM
+        end = gl.minimum(first + work.block_tiles * work.matmul.BM, work.rows)
+        to = work.at.scales + lines_to(work, receiver(work, block), work.flags.rank, epoch) * 4
+        for row in range(first, end, LANES):
+            rows = row + gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+            scales = gl.load(work.at.scale_a + rows * work.at.step_a, mask=rows < end, other=0.0)
+            gl.store(to + rows, scales, mask=rows < end)
+        gl.barrier()
 
 
 @gl.jit
 def tell(work, block, epoch):
     """Communicator: raise the flag of a block, now and then with those that a call of so few blocks leaves out."""
+    send_scales(work, block, epoch)
     first = work.flags.rank * work.PER + block % work.blocks
     end = gl.where(epoch % REFRESH == 0, (work.flags.rank + 1) * work.PER, first + 1)
     for flag in range(first, end, work.blocks):
@@ -249,47 +358,81 @@ def tell(work, block, epoch):
 def communicate(work):
     """Communicator: all blocks to one receiver after the other."""
     epoch = this_epoch(work.matmul)
-    receivers = 1 if work.DIRECT else work.flags.world - 1
-    send_blocks(work, receivers * work.blocks, work.share, epoch, fetch, send, tell)
+    blocks = work.blocks * (1 if work.DIRECT else work.flags.world - 1)
+    if work.BY_REGISTERS:
+        copy_blocks(work, blocks, work.share, epoch, copy_tile, tell)
+    else:
+        send_blocks(work, blocks, work.share, epoch, fetch, send, tell)
     if work.LAST:
         finish_all(work.matmul, epoch)
 
 
-# ---------------------------------------------------------------- the kernel
+@gl.jit
+def give_back(work, owner, count, epoch):
+    """Storer, copy engine: count parts; with the last one of a source's rows it may write them again."""
+    if owner != work.flags.rank:
+        mm = work.matmul
+        parts = row_tiles(work) * col_tiles(work) * (mm.BN // mm.WIDTH) * mm.HALVES
+        used = mm.state + OWN_WORDS + owner
+        if (count > 0) & (gl.atomic_add(used, count, sem="acq_rel", scope="gpu") == parts - count):
+            gl.atomic_xchg(used, 0, sem="relaxed", scope="gpu")
+            gl.signal(work.flags, owner, work.flags.world * work.PER + work.flags.rank, epoch)
+
+
+# ---------------------------------------------------------------- the kernels
+
+
+@gl.jit(do_not_specialize=["rank", "flags_stride", "timeout_us"])
+def await_places_kernel(rank, flags_ptr, flags_stride, state, timeout_us, WORLD: gl.constexpr, PER: gl.constexpr):
+    """Ahead of the copies of a call: every peer is done with what the last call's have left. Then the words that these
+    send are this call's epoch. Grid: one CTA."""
+    flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
+    gl.grid_dependency_wait()
+    epoch = gl.load(state + EPOCH) + 1
+    gl.wait_all(flags, WORLD * PER, WORLD, epoch - 1, skip=WORLD * PER + rank)
+    for i in gl.static_range(PER):
+        gl.store(state + OWN_WORDS + WORLD + i, epoch)
 
 
 @gl.jit
-def column(b, out, bias, first, n, BN: gl.constexpr):
-    """The matrix whose columns begin at `first`."""
-    return Column(b, out, bias, first, first + gl.cdiv(n, BN) * BN, n)
+def column(b, out, bias, scale, first, n, BN: gl.constexpr):
+    """The matrix whose columns begin at `first`; n is a multiple of 8, which the compiler may know."""
+    return Column(b, out, bias, scale, first, first + gl.cdiv(n, BN) * BN, n // 8 * 8)
 
 
 @gl.jit(do_not_specialize=[
-    "rank", "n0", "n1", "n2", "flags_stride", "timeout_us", "rows", "k", "whole", "split", "blocks", "block_tiles", "share",
+    "rank", "a_lines", "step_a", "rank_lines", "place_lines", "n0", "n1", "n2",
+    "flags_stride", "timeout_us", "rows", "k", "whole", "split", "blocks", "block_tiles", "share",
 ])  # fmt: skip
 def all_gather_matmul_kernel(
-    rank, a_desc, slots_desc, gathered_desc, b0, b1, b2, out0, out1, out2, bias0, bias1, bias2, scratch,
+    rank, a_desc, slots_desc, gathered_desc, a, scale_a, step_a, b0, b1, b2, out0, out1, out2, bias0, bias1, bias2,
+    scale0, scale1, scale2, scratch, a_lines, places, scales, rank_lines, place_lines,
     flags_ptr, flags_stride, state, timeout_us, n0, n1, n2, rows, k, whole, split, blocks, block_tiles, share,
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
     SHARED: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, COLUMNS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    GATHERED: gl.constexpr, DIRECT: gl.constexpr, LAST: gl.constexpr, PER: gl.constexpr, COMM_SMS: gl.constexpr,
+    SCALED: gl.constexpr, BY_COLUMN: gl.constexpr, GATHERED: gl.constexpr, DIRECT: gl.constexpr, BY_REGISTERS: gl.constexpr, LAST: gl.constexpr,
+    SLOTS: gl.constexpr, PER: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
     """out_i [WORLD, rows, n_i] = all ranks' a [rows, k] @ this rank's b_i [k, n_i]. Grid: co-resident CTAs, one per SM."""
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
-    c0 = column(b0, out0, bias0, gl.to_tensor(0), n0, BN)
-    c1 = column(b1, out1, bias1, c0.end, n1, BN)
-    c2 = column(b2, out2, bias2, c1.end, n2, BN)
+    c0 = column(b0, out0, bias0, scale0, gl.to_tensor(0), n0, BN)
+    c1 = column(b1, out1, bias1, scale1, c0.end, n1, BN)
+    c2 = column(b2, out2, bias2, scale2, c1.end, n2, BN)
     tiles = gl.cdiv(rows, BM) * (c2.end // BN) * WORLD
     mm = make_matmul(
         a_desc, b0, out0, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
         False, B_T, COMM_SMS,
     )  # fmt: skip
-    work = Work(
-        mm, flags, a_desc, slots_desc, gathered_desc, c0, c1, c2, rows, blocks, block_tiles, share,
-        COLUMNS, HAS_BIAS, GATHERED, DIRECT, LAST, PER, GROUP,
-    )  # fmt: skip
+    k_lines = k * (a_desc.dtype.primitive_bitwidth // 8) // 16
+    at = Pointers(a, a_lines, k_lines, scale_a, step_a, places, scales, rank_lines, place_lines)
     gl.grid_dependency_wait()
+    epoch = this_epoch(mm) if SCALED else rows
+    work = Work(
+        mm, flags, a_desc, slots_desc, gathered_desc, at, epoch, c0, c1, c2, rows, blocks, block_tiles, share,
+        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, LAST, SLOTS, PER, GROUP,
+    )  # fmt: skip
     COMMUNICATE: gl.constexpr = communicate if COMM_SMS > 0 else no_communicator
+    PUBLISH: gl.constexpr = give_back if SLOTS == 1 else nobody_to_tell
     run_matmul(
-        work, locate, before_load, load, nobody_to_meet, nothing_more, epilogue, store, nobody_to_tell, COMMUNICATE, 64
+        work, locate, before_load, load, nobody_to_meet, nothing_more, epilogue, store, PUBLISH, COMMUNICATE, 64
     )  # fmt: skip

@@ -6,25 +6,58 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tileweave.fabric import MAX_RANKS, Channel, Fabric, Variant
+from tileweave.fabric import Channel, Fabric, Variant
 from tileweave.ops.all_gather_matmul.check import MAX_B, NAME, Call, problem_of
 from tileweave.ops.all_gather_matmul.kernel import all_gather_matmul_kernel
+from tileweave.ops.all_gather_matmul.places import (
+    COPY_ENGINE,
+    Copying,
+    Places,
+    as_words,
+    copied_tiles,
+    copying,
+    flags_each,
+    places_of,
+)
 from tileweave.ops.contract import Site
-from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, parallel_view, slots_box
+from tileweave.ops.descriptors import ALIGN, Box, as_operand, by_rows, in_one_piece, is_addressable, slots_box
 from tileweave.planner import Plan
 from tileweave.planner.all_gather_matmul import block_tiles, computing_sms, tiles_of
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, whole_tiles
 
 Tensors = Sequence[torch.Tensor]
+Scales = tuple[torch.Tensor, Tensors] | None  # of 8-bit operands: of this rank's rows, and of the columns of each b
 
 
-def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, bias: Tensors) -> list[torch.Tensor]:
+def unfused(
+    fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, bias: Tensors, scales: Scales = None
+) -> list[torch.Tensor]:
     """The fallback: the group's all-gather, then a matmul each. Collective unless `call.local`."""
     m = fabric.world_size * call.rows
+    if scales is not None:
+        return _unfused_scaled(fabric, call, a, b, bias, scales)
     gathered = a.new_zeros(m, call.k) if call.local else fabric.all_gather(a)
     outs = [torch.matmul(gathered, x) for x in b]
     if bias:
         outs = [out + x for out, x in zip(outs, bias, strict=True)]
+    return [*outs, gathered] if call.return_gathered else outs
+
+
+def _unfused_scaled(
+    fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, bias: Tensors, scales: tuple[torch.Tensor, Tensors]
+) -> list[torch.Tensor]:
+    """`unfused` of 8-bit operands: gathered as bytes, which every group can, and multiplied in float32."""
+    of_rows = scales[0].expand(call.rows, 1).contiguous()
+    m = fabric.world_size * call.rows
+    if call.local:
+        gathered, of_rows = a.new_zeros(m, call.k), of_rows.new_ones(m, 1)
+    else:
+        gathered = fabric.all_gather(a.contiguous().view(torch.uint8)).view(a.dtype)
+        of_rows = fabric.all_gather(of_rows)
+    outs = []
+    for i, (x, of_columns) in enumerate(zip(b, scales[1], strict=True)):
+        out = torch.matmul(gathered.float(), x.float()) * of_rows * of_columns.view(1, -1)
+        outs.append((out + bias[i].float() if bias else out).to(call.out_dtype))
     return [*outs, gathered] if call.return_gathered else outs
 
 
@@ -41,8 +74,9 @@ class Step:
 class Prepared:
     """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
 
-    ns: columns of all results, those that are empty included; gathered: None unless it is asked for; slots: their
-    descriptor, in a world of one a box instead, for `a` stands in for them; steps: launches, one after the other.
+    ns: columns of all results, those that are empty included; gathered: None unless it is asked for; slots: where the
+    peers' rows lie, in a world of one a box instead, for `a` stands in for them; copying: what a copy engine does, if
+    there is anything; steps: launches, one after the other.
     """
 
     m: int
@@ -53,35 +87,63 @@ class Prepared:
     b: list[Box]
     outs: list[Box]
     gathered: tuple[Box, int] | None
-    slots: object
+    slots: Places | Box
+    copying: Copying | None
     scratch: int
     steps: list[Step]
 
-    def launch(self, fabric: Fabric, a: torch.Tensor, b: Tensors, bias: Tensors) -> list[torch.Tensor]:
-        """Launch on the current stream. a and b are addressable by TMA, biases 16-byte aligned."""
+    def launch(
+        self, fabric: Fabric, a: torch.Tensor, b: Tensors, bias: Tensors, scales: Scales = None
+    ) -> list[torch.Tensor]:
+        """Launch on the current stream. a and b are addressable by TMA, biases and scales 16-byte aligned."""
         results = [torch.empty(self.m, n, dtype=self.dtype, device=self.device) for n in self.ns]
         wide = [i for i, n in enumerate(self.ns) if n]
         outs, matrices = [results[i] for i in wide], [b[i] for i in wide]
         biases = [bias[i] for i in wide] if bias else outs
+        scale_a, scale_b = (scales[0], [scales[1][i] for i in wide]) if scales else (outs[0], outs)
         a_desc = self.a.at(a)
         gathered = a_desc
         if self.gathered is not None:
             box, k = self.gathered
-            results.append(torch.empty(self.m, k, dtype=self.dtype, device=self.device))
+            results.append(torch.empty(self.m, k, dtype=a.dtype, device=self.device))
             gathered = box.at(results[-1])
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else outs[0]
-        slots = self.slots.at(a) if isinstance(self.slots, Box) else self.slots
+        slots, *places = self._places(a, scale_a)
         args = (
-            fabric.rank, a_desc, slots, gathered,
+            fabric.rank, a_desc, slots, gathered, as_words(a), scale_a, int(scale_a.numel() > 1),
             *_all([box.at(x) for box, x in zip(self.b, matrices, strict=True)]),
             *_all([box.at(x) for box, x in zip(self.outs, outs, strict=True)]),
-            *_all(biases), scratch,
+            *_all(biases), *_all(scale_b), scratch,
+            a.stride(0) * a.element_size() // ALIGN, *places,
         )  # fmt: skip
+        copies = self._copies(fabric, a, scale_a if scales else None)
         for step in self.steps:
             fabric.launch(
-                all_gather_matmul_kernel, step.grid, (*args, *step.tail), num_warps=WARPS, variant=step.variant
+                all_gather_matmul_kernel,
+                step.grid,
+                (*args, *step.tail),
+                num_warps=WARPS,
+                variant=step.variant,
+                copies=copies,
             )
         return results
+
+    def _places(self, a: torch.Tensor, scale_a: torch.Tensor) -> tuple:
+        """The kernel's arguments that say where the peers' rows lie."""
+        if isinstance(self.slots, Box):
+            words = as_words(a)
+            return self.slots.at(words), words, scale_a, 0, 0
+        places = self.slots
+        return places.descriptor, places.rows, places.scales, *places.lines
+
+    def _copies(self, fabric: Fabric, a: torch.Tensor, scale_a: torch.Tensor | None):
+        """What the copy engine copies beside the kernel. Launches what goes ahead of that."""
+        if self.copying is None:
+            return ()
+        if scale_a is not None:
+            scale_a = scale_a.expand(a.shape[0], 1).contiguous()
+        self.copying.await_places(fabric)
+        return self.copying.copies(a, scale_a)
 
 
 def _all(values: list) -> list:
@@ -90,15 +152,36 @@ def _all(values: list) -> list:
 
 
 def fused(
-    fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, bias: Tensors, plan: Plan
+    fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, bias: Tensors, plan: Plan, scales: Scales = None
 ) -> tuple[list[torch.Tensor], Prepared | None]:
     """Launch the kernel on the current stream. Returns the results, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
-    own_a, own_b, own_bias = as_rows(a), alike(b), [in_one_piece(x) for x in bias]
-    pairs = zip([own_a, *own_b, *own_bias], [a, *b, *bias], strict=True)
+    own_a, own_b, own_bias = as_rows(a), alike(b, call.scaled), [in_one_piece(x) for x in bias]
+    if plan.mechanism == COPY_ENGINE:
+        own_a = in_whole_steps(own_a, plan.tile[2])
+    own_scales: Scales = None
+    pairs = [*zip([own_a, *own_b, *own_bias], [a, *b, *bias], strict=True)]
+    if scales is not None:
+        own_scales = in_one_piece(scales[0]), [of_columns(x, n, call) for x, n in zip(scales[1], call.ns, strict=True)]
+        pairs += zip([own_scales[0], *own_scales[1]], [scales[0], *scales[1]], strict=True)
     like_these = all(own is given for own, given in pairs)
     prepared = prepare(fabric, call, own_a, own_b, plan)
-    return prepared.launch(fabric, own_a, own_b, own_bias), prepared if like_these else None
+    return prepared.launch(fabric, own_a, own_b, own_bias, own_scales), prepared if like_these else None
+
+
+def of_columns(scale: torch.Tensor, n: int, call: Call) -> torch.Tensor:
+    """A scale of a b with `n` columns as the kernel takes it: in one piece, for each column if any b's is."""
+    return in_one_piece(scale.view(1, 1).expand(1, n) if call.by_column and scale.numel() == 1 else scale)
+
+
+def in_whole_steps(a: torch.Tensor, step: int) -> torch.Tensor:
+    """`a` as a copy engine takes it, which copies bytes: contiguous, with zeros up to a multiple of `step` columns."""
+    rows, k = a.shape
+    if k % step == 0:
+        return a.contiguous()
+    padded = a.new_zeros(rows, math.ceil(k / step) * step)
+    padded[:, :k] = a
+    return padded
 
 
 def as_rows(a: torch.Tensor) -> torch.Tensor:
@@ -107,8 +190,12 @@ def as_rows(a: torch.Tensor) -> torch.Tensor:
     return own.contiguous() if by_rows(own)[1] else own
 
 
-def alike(b: Tensors) -> list[torch.Tensor]:
-    """The matrices as TMA can address them, in the stride order of the first that is not empty; copied if need be."""
+def alike(b: Tensors, inner_last: bool) -> list[torch.Tensor]:
+    """The matrices as TMA can address them, in the stride order of the first that is not empty, or (`inner_last`) with
+    the inner dimension in one piece, as the tensor cores take 8-bit operands; copied if need be."""
+    if inner_last:
+        fits = [x.numel() == 0 or (x.stride(0) == 1 and is_addressable(x)) for x in b]
+        return [x if fit else as_operand(x.t(), True).t() for x, fit in zip(b, fits, strict=True)]
     own = [as_operand(x) if x.numel() else x for x in b]
     flipped = next((by_rows(x)[1] for x in own if x.numel()), False)
 
@@ -126,45 +213,48 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, plan: Plan)
     m, ns = world * call.rows, [n for n in call.ns if n]
     rows_of_b = [by_rows(x) for x in b if x.numel()]
     b_t = rows_of_b[0][1]
-    padded = math.ceil(call.k / bk) * bk
-    channel = fabric.channel(NAME, 0, m * padded * a.element_size() if world > 1 else 0)
-    part = (part_rows(plan.tile), PART_BYTES // a.element_size())
-    results = [a.new_empty(world, call.rows, n) for n in ns]
-    steps, scratch = steps_of(fabric, call, channel, b_t, plan)
+    part = (part_rows(plan.tile), PART_BYTES // call.out_dtype.itemsize)
+    results = [a.new_empty(world, call.rows, n, dtype=call.out_dtype) for n in ns]
+    slots: Places | Box
+    if world > 1:
+        channel, slots = places_of(fabric, call, plan)
+    else:
+        channel, slots = (
+            fabric.channel(NAME, 0, 0),
+            slots_box(as_words(a)[None, None], (bm, bk * a.element_size() // 2)),
+        )
+    steps, scratch, copied = steps_of(fabric, call, channel, slots, b_t, plan)
     return Prepared(
         m,
         call.ns,
-        call.dtype,
+        call.out_dtype,
         a.device,
         Box(a, (bm, bk)),
         [Box(x, (bn, bk) if b_t else (bk, bn)) for x, _ in rows_of_b],
         [Box(x, (1, *part)) for x in results],
         (Box(a.new_empty(world, call.rows, call.k), (1, bm, bk)), call.k) if call.return_gathered else None,
-        parallel_slots(channel, world, (call.rows, padded), call.dtype, (bm, bk)) if world > 1
-        else slots_box(a[None, None], (bm, bk)),
+        slots,
+        copied,
         scratch,
         steps,
-    )  # fmt: skip
+    )
 
 
-def parallel_slots(channel: Channel, world: int, shape: tuple[int, int], dtype: torch.dtype, block: tuple[int, int]):
-    """The slots of all ranks, for each of two calls in turn a place per source, as a descriptor.
-
-    Where a place lies depends on the arena, not on the shape alone: call e + 1, perhaps of another shape, writes in
-    the other half of it.
-    """
-    slots, _ = parallel_view(channel.staging, 2 * world, shape, dtype)
-    return slots_box(slots, block).at(slots)
-
-
-def steps_of(fabric: Fabric, call: Call, channel: Channel, b_t: bool, plan: Plan) -> tuple[list[Step], int]:
-    """The launches of a call, and how many elements of scratch they need. The schedule "none" has two: communicators
-    alone, then multipliers on all SMs."""
+def steps_of(
+    fabric: Fabric, call: Call, channel: Channel, slots: Places | Box, b_t: bool, plan: Plan
+) -> tuple[list[Step], int, Copying | None]:
+    """The launches of a call, how many elements of scratch they need, and what a copy engine does beside them. The
+    schedule "none" has two: communicators alone, then multipliers on all SMs."""
     world, (bm, bn, bk) = fabric.world_size, plan.tile
     problem = problem_of(Site.of(fabric), call)
-    per = MAX_RANKS // world
+    by_copies = isinstance(slots, Places) and plan.mechanism == COPY_ENGINE
+    per = flags_each(world, plan) if world > 1 else 1
     tiles, sms = tiles_of(problem, plan.tile), computing_sms(problem, plan)
-    height, k_steps = block_tiles(problem, plan, per) if world > 1 else 1, math.ceil(call.k / bk)
+    k_steps = math.ceil(call.k / bk)
+    height, copied = block_tiles(problem, plan, per) if world > 1 else 1, None
+    if isinstance(slots, Places) and by_copies:
+        height = copied_tiles(call.rows, k_steps * bk * call.dtype.itemsize, bm, per)
+        copied = copying(fabric, call, plan, channel, slots, height * bm)
     whole = whole_tiles(tiles, sms, plan.split)
     grid = min(sms, whole + (tiles - whole) * plan.split)
     ns = [n for n in call.ns if n]
@@ -174,13 +264,15 @@ def steps_of(fabric: Fabric, call: Call, channel: Channel, b_t: bool, plan: Plan
             channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, *ns, *[0] * (MAX_B - len(ns)),
             call.rows, call.k, whole, plan.split, math.ceil(math.ceil(call.rows / bm) / height), height,
             math.ceil(height * k_steps / max(plan.comm_sms, 1)),
-            world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, call.dtype.itemsize),
-            plan.split > 1, GROUP_ROWS, b_t, len(ns), call.bias, call.return_gathered, plan.schedule == "intra_sm",
-            last, per, comm_sms,
+            world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, call.out_dtype.itemsize),
+            plan.split > 1, GROUP_ROWS, b_t, len(ns), call.bias, call.scaled, call.by_column, call.return_gathered,
+            plan.schedule == "intra_sm", plan.mechanism == "register", last, 1 if by_copies else 2, per, comm_sms,
         )  # fmt: skip
         return Step(grid, tail)
 
     scratch = grid * bm * bn if plan.split > 1 else 0
+    if by_copies:
+        return [step(grid, 0, True)], scratch, copied
     if plan.schedule == "none" and world > 1:
-        return [step(plan.comm_sms, plan.comm_sms, False), step(grid, 0, True)], scratch
-    return [step(grid + plan.comm_sms, plan.comm_sms, True)], scratch
+        return [step(plan.comm_sms, plan.comm_sms, False), step(grid, 0, True)], scratch, None
+    return [step(grid + plan.comm_sms, plan.comm_sms, True)], scratch, None

@@ -23,28 +23,40 @@ def all_gather_matmul(
     plan: Plan | None = None,
     max_sms: int | None = None,
     regather: bool = False,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor | list[torch.Tensor], torch.Tensor]:
     """The rows of all ranks times this rank's `b`: a matmul that starts with its own rows while the others arrive.
 
     Args:
-        a: `[M / world, K]`, bfloat16 or float16, any strides; rows in one piece cost no copy. M may be 0.
+        a: `[M / world, K]`, bfloat16, float16 or, with scales, float8_e4m3fn, any strides; rows in one piece cost no
+            copy. M may be 0.
         b: `[K, N_local]`, dtype and device of `a`; a transposed weight (`w.t()`) costs no copy. Or a list of one to
             three such, of any widths (q, k and v projections), which share the gather and the kernel; they cost no copy
             if they have one stride order. Shapes are the same on every rank.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
             virtual world, else torch.distributed's WORLD, else a world of one.
-        bias: `[N_local]`, dtype of `a`, this rank's; for a list of b a list as long.
+        bias: `[N_local]`, dtype of the result, this rank's; for a list of b a list as long.
         return_gathered: also return the gathered rows.
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "inter_sm", `comm_sms` SMs
             push this rank's rows to the peers while the others multiply; "intra_sm", they copy them where peers can
             read, and the peers' multiplying SMs load them from there; "none", first the gather, then the matmul.
+            Mechanisms: "tma"; with "inter_sm" also "register", loads and stores of 16 bytes, and "copy_engine", which
+            takes no SMs between GPUs, so that comm_sms may be 0, for up to 64 ranks and rows in one piece, K in whole
+            steps of the tile (copied otherwise). On virtual ranks its copies run on SMs, of which each rank leaves
+            comm_sms, one at least.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks; None: all that this rank has.
         regather: what a backward pass needs of the gathered rows, for the gradients of `b`. False: the forward pass
             keeps them, M x K elements; True: it keeps `a`, and the backward pass gathers once more.
+        scale_a, scale_b: for float8_e4m3fn operands, float32: what products are multiplied with. One value each, or one
+            for each of this rank's rows, `[M / world, 1]`, which are gathered with them, and each column of b,
+            `[1, N_local]`; for a list of b a list as long. The tensor cores take 8-bit operands with K in one piece: a
+            row-major a and a transposed weight are not copied. They sum them with about 14 bits. No gradients.
 
     Returns:
         `[M, N_local]`, the rows in rank order, or a list of such for a list of b; with `return_gathered` a pair of that
-        and `[M, K]`. Fresh contiguous tensors, ready on the current stream. Products are accumulated in float32.
+        and `[M, K]`. Fresh contiguous tensors of `a`'s dtype, results of float8 operands of bfloat16, ready on the
+        current stream. Products are accumulated in float32.
 
     Where the fabric or the shape does not allow the fused kernel (`explain` says why) the same is computed by the
     group's own all-gather and torch.matmul.
@@ -65,37 +77,51 @@ def all_gather_matmul(
         FabricTimeout: a peer did not take part within the group's timeout.
     """
     many = isinstance(b, (list, tuple))
-    bs, biases = _lists(b, bias)
-    if isinstance(regather, bool) and _is_plain(a, bs, biases):
-        results = run(fabric_of(group, a.device), a, bs, biases, return_gathered, plan, max_sms)
+    bs, (biases, scales) = _lists(b, bias=bias, scale_b=scale_b)
+    if isinstance(regather, bool) and _is_plain(a, *bs, *biases, *scales, *([] if scale_a is None else [scale_a])):
+        results = run(fabric_of(group, a.device), a, bs, biases, return_gathered, plan, max_sms, scale_a, scales)
     else:
-        check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather)
-        text = "" if plan is None else plan.to_json()
-        results = OPERATOR(a, bs, group_name(group), biases, return_gathered, text, max_sms or 0, regather)
+        check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather, scale_a, scales)
+        options = return_gathered, "" if plan is None else plan.to_json(), max_sms or 0, regather
+        results = OPERATOR(a, bs, group_name(group), biases, *options, scale_a, scales)
     outs = results[: len(bs)] if many else results[0]
     return (outs, results[-1]) if return_gathered else outs
 
 
-def route(a, b, group=None, *, bias=None, return_gathered=False, plan=None, max_sms=None, regather=False) -> Route:
+def route(
+    a,
+    b,
+    group=None,
+    *,
+    bias=None,
+    return_gathered=False,
+    plan=None,
+    max_sms=None,
+    regather=False,
+    scale_a=None,
+    scale_b=None,
+) -> Route:
     """What `all_gather_matmul` would do with these arguments; launches nothing, raises what it would raise."""
-    bs, biases = _lists(b, bias)
-    check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather)
+    bs, (biases, scales) = _lists(b, bias=bias, scale_b=scale_b)
+    check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather, scale_a, scales)
     like = Like.autocast(a), tuple(map(Like.autocast, bs)), tuple(map(Like.autocast, biases))
-    return settle(Site.of(fabric_of(group, a.device)), *like, return_gathered, plan, max_sms or 0)[1]
+    of_scales = Like.of(scale_a), tuple(map(Like.of, scales))
+    return settle(Site.of(fabric_of(group, a.device)), *like, return_gathered, plan, max_sms or 0, *of_scales)[1]
 
 
-def _lists(b, bias) -> tuple[list, list]:
-    """b and bias as lists. TypeError where one is a list and the other is not."""
+def _lists(b, **each) -> tuple[list, list[list]]:
+    """b, and what there is one of for each b, as lists. TypeError where one is a list and the other is not."""
     many = isinstance(b, (list, tuple))
-    if bias is not None and many != isinstance(bias, (list, tuple)):
-        expected, got = ("a list, as b is", "a single one") if many else ("a single one, as b is", "a list")
-        raise TypeError(f"{NAME}: bias must be {expected}, got {got}")
+    for name, given in each.items():
+        if given is not None and many != isinstance(given, (list, tuple)):
+            expected, got = ("a list, as b is", "a single one") if many else ("a single one, as b is", "a list")
+            raise TypeError(f"{NAME}: {name} must be {expected}, got {got}")
     if many:
-        return list(b), [] if bias is None else list(bias)
-    return [b], [] if bias is None else [bias]
+        return list(b), [[] if given is None else list(given) for given in each.values()]
+    return [b], [[] if given is None else [given] for given in each.values()]
 
 
-def _is_plain(a, bs, biases) -> bool:
+def _is_plain(*tensors) -> bool:
     """Whether PyTorch's dispatcher would do nothing but call the operator's implementation."""
     if (
         torch.compiler.is_compiling()
@@ -110,5 +136,5 @@ def _is_plain(a, bs, biases) -> bool:
         and not (graded and x.requires_grad)
         and x.layout is torch.strided
         and operand_dtype(x) == x.dtype
-        for x in (a, *bs, *biases)
+        for x in tensors
     )

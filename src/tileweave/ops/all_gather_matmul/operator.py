@@ -1,7 +1,7 @@
 """all_gather_matmul as an operator of PyTorch: schema, implementation, shape function, gradients, autocast.
 
     tileweave::all_gather_matmul(Tensor a, Tensor[] b, str group_name, Tensor[] bias, bool return_gathered, str plan,
-                                 int max_sms, bool regather) -> Tensor[]
+                                 int max_sms, bool regather, Tensor? scale_a=None, Tensor[]? scale_b=None) -> Tensor[]
 
 `bias` is empty or has one for each b; the results are one for each b and, with `return_gathered`, the gathered rows.
 `group_name` is what `tileweave.fabric.group_name` says, `plan` a Plan as JSON or "" for the planner's, `max_sms` 0 for
@@ -24,13 +24,14 @@ from torch.autograd import forward_ad
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.all_gather_matmul.check import NAME, Agreement, check, check_kinds, settle
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
-from tileweave.ops.contract import Like, Site, operand_dtype
+from tileweave.ops.all_gather_matmul.places import channel_name
+from tileweave.ops.contract import FP8, Like, Site, operand_dtype
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.planner import Plan
 
 LIBRARY.define(
     f"{NAME}(Tensor a, Tensor[] b, str group_name, Tensor[] bias, bool return_gathered, str plan, int max_sms, "
-    "bool regather) -> Tensor[]",
+    "bool regather, Tensor? scale_a=None, Tensor[]? scale_b=None) -> Tensor[]",
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.all_gather_matmul.default
@@ -39,21 +40,27 @@ _plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
-def _run(a, b, group_name, bias, return_gathered, plan, max_sms, regather):
+def _run(a, b, group_name, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=None):
     """The operator's implementation."""
     plan = _plan(plan) if plan else None
     if max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    return run(named_fabric(group_name, a.device), a, b, bias, return_gathered, plan, max_sms or None)
+    fabric = named_fabric(group_name, a.device)
+    return run(fabric, a, b, bias, return_gathered, plan, max_sms or None, scale_a, scale_b or ())
 
 
-def run(fabric, a, b, bias, return_gathered, plan, max_sms):
+def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_b=()):
     """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch.
 
-    The options are those of the public function, `b` and `bias` sequences.
+    The options are those of the public function, `b`, `bias` and `scale_b` sequences.
     """
     kinds = _kind(a), *map(_kind, b), None, *map(_kind, bias), return_gathered, plan, max_sms
-    remembered = fabric.views(NAME)
+    scales = None
+    if scale_a is not None or scale_b:
+        scales = scale_a, scale_b
+        kinds += (None if scale_a is None else _kind(scale_a)), *map(_kind, scale_b)
+    channel = channel_name(plan)
+    remembered = fabric.views(channel)
     try:
         known = remembered.get(kinds) if remembered else None
     except TypeError:  # an option of a kind that cannot be remembered, nor be right: see check_kinds
@@ -62,17 +69,18 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms):
         agreement, prepared = known
         if fabric.compares:
             fabric.agree(agreement)
-        return prepared.launch(fabric, a, b, bias)
-    check_kinds(a, b, bias, return_gathered, plan, max_sms, False)
+        return prepared.launch(fabric, a, b, bias, scales)
+    check_kinds(a, b, bias, return_gathered, plan, max_sms, False, scale_a, scale_b)
     like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias))
-    call, route = settle(Site.of(fabric), *like, return_gathered, plan, max_sms or 0)
+    of_scales = Like.of(scale_a), tuple(map(Like.of, scale_b))
+    call, route = settle(Site.of(fabric), *like, return_gathered, plan, max_sms or 0, *of_scales)
     agreement = Agreement(call, route.plan)
     if fabric.compares:
         fabric.agree(agreement)
     if route.plan is None:
-        return unfused(fabric, call, a, b, bias)
-    results, prepared = fused(fabric, call, a, b, bias, route.plan)
-    remembered = fabric.views(NAME)
+        return unfused(fabric, call, a, b, bias, scales)
+    results, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
+    remembered = fabric.views(channel)
     if prepared is not None and remembered is not None:
         if len(remembered) == KINDS:
             remembered.clear()
@@ -86,12 +94,13 @@ def _kind(x: torch.Tensor) -> tuple:
 
 
 @torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
-def _fake(a, b, group_name, bias, return_gathered, plan, max_sms, regather):
+def _fake(a, b, group_name, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=None):
     """The results' shapes and dtype; the contract is checked here too, the plan is not."""
-    call = check(Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias)), return_gathered, max_sms)
+    like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias))
+    call = check(*like, return_gathered, max_sms, Like.of(scale_a), tuple(map(Like.of, scale_b or ())))
     m = call.rows * group_size(group_name)
-    widths = [*call.ns, call.k] if return_gathered else call.ns
-    return [a.new_empty(m, n) for n in widths]
+    outs = [a.new_empty(m, n, dtype=call.out_dtype) for n in call.ns]
+    return [*outs, a.new_empty(m, call.k)] if return_gathered else outs
 
 
 class _Gradients(torch.autograd.Function):
@@ -150,20 +159,24 @@ def _below_autograd(keys, *args):
         return OPERATOR.redispatch(keys & torch._C._after_autograd_keyset, *args)
 
 
-def _autograd(keys, a, b, group_name, bias, return_gathered, plan, max_sms, regather):
+def _autograd(keys, a, b, group_name, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=None):
     """As matmul_reduce_scatter's; the list of results has to pass through an autograd function as a tuple."""
     tensors = (a, *b, *bias)
+    scales = () if scale_a is None else (scale_a, *(scale_b or ()))
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(f"{NAME} has no forward-mode derivative; its gradients are those of backward()")
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             f"{NAME} has no rules for torch.func transforms; its gradients are those of backward()"
         )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *scales)):
+        if a.dtype == FP8:
+            raise NotImplementedError(f"{NAME} of float8_e4m3fn operands has no gradients; detach() them")
         gathers = return_gathered or (not regather and any(x.requires_grad for x in b))
         results = _Gradients.apply(keys, len(b), group_name, gathers, plan, max_sms, regather, *tensors)
         return list(results if return_gathered else results[: len(b)])
-    return _below_autograd(keys, a, b, group_name, bias, return_gathered, plan, max_sms, regather)
+    options = return_gathered, plan, max_sms, regather, scale_a, scale_b
+    return _below_autograd(keys, a, b, group_name, bias, *options)
 
 
 LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)

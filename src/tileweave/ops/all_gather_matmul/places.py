@@ -1,0 +1,126 @@
+"""all_gather_matmul: where the rows of the peers lie in a rank's memory, and how a copy engine brings them there."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from tileweave.fabric import MAX_RANKS, Channel, Fabric, Variant
+from tileweave.fabric.base import HEADER_WORDS
+from tileweave.ops.all_gather_matmul.check import NAME, Call
+from tileweave.ops.all_gather_matmul.kernel import await_places_kernel
+from tileweave.ops.descriptors import ALIGN, parallel_view, slots_box
+from tileweave.planner import Plan
+from tileweave.tiles.matmul import FIRST_SHARE, OWN_WORDS
+
+COPY_ENGINE = "copy_engine"
+COPIES = 8  # blocks of a shard at most, each a copy of its own
+# Bytes of such a block at least, where the shard is so large. Measured between two H200s: 123 GB/s with copies of 1 MB,
+# 310 with 4, 355 with 16.
+COPY_BYTES = 4 << 20
+
+
+def channel_name(plan: Plan | None) -> str:
+    """The channel of a call with this plan: a copy engine has another protocol, hence flags and an epoch of its own."""
+    return f"{NAME}/{COPY_ENGINE}" if getattr(plan, "mechanism", None) == COPY_ENGINE else NAME
+
+
+def flags_each(world: int, plan: Plan) -> int:
+    """How many flags a source has, hence blocks at most. With a copy engine each rank has one more, its own last."""
+    if plan.mechanism == COPY_ENGINE:
+        return min(COPIES, FIRST_SHARE.value // world - 1)
+    return MAX_RANKS // world
+
+
+def copied_tiles(rows: int, row_bytes: int, tile_rows: int, blocks: int) -> int:
+    """Rows of tiles in each of at most `blocks` blocks that a copy engine copies."""
+    tiles = math.ceil(rows / tile_rows)
+    return max(math.ceil(tiles / blocks), min(tiles, math.ceil(COPY_BYTES / (tile_rows * row_bytes))))
+
+
+def as_words(x: torch.Tensor) -> torch.Tensor:
+    """A matrix of 16-bit words: TMA fills none of 8-bit floats with NaN, nor do loads of them take 16 bytes."""
+    return x if x.element_size() == 2 else x.view(torch.bfloat16)
+
+
+@dataclass(slots=True)
+class Places:
+    """Where the rows of each source lie in each rank's memory, for one of `slots` calls in turn.
+
+    descriptor: [world, slot x source, rows, k in whole steps] for TMA, as 16-bit words; rows, scales: the same as
+    tensors, of scales [world, slot x source, rows]; lines: distances of ranks and places, in 16 bytes.
+    """
+
+    descriptor: object
+    rows: torch.Tensor
+    scales: torch.Tensor
+    lines: tuple[int, int]
+
+
+def places_of(fabric: Fabric, call: Call, plan: Plan) -> tuple[Channel, Places]:
+    """The channel of a call, and the places in it. Collective where it must grow.
+
+    Where a place lies depends on the arena, not on the shape alone: call e + 1, perhaps of another shape, writes in
+    the other half of it.
+    """
+    world, (bm, _, bk) = fabric.world_size, plan.tile
+    slots = 1 if plan.mechanism == COPY_ENGINE else 2
+    wide = torch.bfloat16 if call.dtype.itemsize == 1 else call.dtype
+    words = math.ceil(call.k / bk) * bk * call.dtype.itemsize // 2
+    scale_bytes = math.ceil(4 * call.rows / ALIGN) * ALIGN if call.scaled else 0
+    nbytes = world * (2 * call.rows * words + scale_bytes)
+    channel = fabric.channel(channel_name(plan), 0, math.ceil(slots * nbytes / 2 / ALIGN) * ALIGN)
+    arena = channel.staging
+    rows, step = parallel_view(arena, slots * world, (call.rows, words), wide)
+    floats, behind = arena.view(torch.float32), call.rows * words // 2
+    shape, strides = (world, slots * world, call.rows), (floats.stride(0), step // 2, 1)
+    scales = floats.as_strided(shape, strides, floats.storage_offset() + behind) if call.scaled else rows
+    box = slots_box(rows, (bm, bk * call.dtype.itemsize // 2))
+    lines = arena.stride(0) // ALIGN, 2 * step // ALIGN
+    return channel, Places(box.at(rows), rows, scales, lines)
+
+
+@dataclass(slots=True)
+class Copying:
+    """What a copy engine does for a call: its rows, block by block, to each receiver's place, a flag behind each block.
+
+    args: of `await_places_kernel`, which must be launched ahead of the copies.
+    """
+
+    args: tuple
+    places: Places
+    flags: torch.Tensor
+    words: torch.Tensor  # of `state`, one for each flag of a source
+    rank: int
+    blocks: list[slice]
+    variant: Variant = field(default_factory=Variant)
+
+    def await_places(self, fabric: Fabric) -> None:
+        """Launch what goes ahead, on the current stream."""
+        fabric.launch(await_places_kernel, 1, self.args, num_warps=1, variant=self.variant)
+
+    def copies(self, a: torch.Tensor, scale: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(target, source) one behind the other: of `a` [rows, k in whole steps] and its scales, both contiguous."""
+        return list(self._pairs(as_words(a), None if scale is None else scale.view(-1)))
+
+    def _pairs(self, a: torch.Tensor, scale: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        world, per, last = self.flags.shape[0], len(self.words), len(self.blocks) - 1
+        for distance in range(1, world):
+            peer = (self.rank - distance) % world
+            for i, block in enumerate(self.blocks):
+                yield self.places.rows[peer, self.rank, block], a[block]
+                if scale is not None:
+                    yield self.places.scales[peer, self.rank, block], scale[block]
+                end = per if i == last else i + 1  # so that calls of few blocks leave none behind
+                first = HEADER_WORDS + self.rank * per
+                yield self.flags[peer, first + i : first + end], self.words[i:end]
+
+
+def copying(fabric: Fabric, call: Call, plan: Plan, channel: Channel, places: Places, block_rows: int) -> Copying:
+    """The copies of a call in blocks of so many rows."""
+    world, per = fabric.world_size, flags_each(fabric.world_size, plan)
+    flags, first = channel.flags, OWN_WORDS.value + world
+    args = fabric.rank, flags, flags.stride(0), channel.state, channel.timeout_us, world, per
+    blocks = [slice(row, min(row + block_rows, call.rows)) for row in range(0, call.rows, block_rows)]
+    return Copying(args, places, flags, channel.state[first : first + per], fabric.rank, blocks)
