@@ -106,7 +106,7 @@ def test_what_the_kernel_does_not_take_falls_back_and_says_so():
 
 
 @pytest.mark.parametrize("changes, words", [
-    (dict(schedule="none"), "'inter_sm'"), (dict(comm_sms=4), "1 to 3 with 4 SMs"), (dict(tile=(64, 32, 64)), "64 or 12"),
+    (dict(schedule="none"), "'inter_sm'"), (dict(comm_sms=4), "1 to 3 with 4"), (dict(tile=(64, 32, 64)), "64 or 128"),
 ])  # fmt: skip
 def test_plans_that_cannot_be_are_refused(changes, words):
     q = torch.zeros(1, 2, 8, 64, dtype=torch.bfloat16)

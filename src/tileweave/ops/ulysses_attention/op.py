@@ -45,8 +45,8 @@ def ulysses_attention(
             the heads, one at least, all in `layout`, returns a tensor like q. Between two all-to-alls; gradients are
             the callable's. `ring_attention` in another group makes the two kinds of sequence parallelism one.
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Its tile is (queries, keys, D padded to
-            64 or 128), its schedule "inter_sm": `comm_sms` SMs push q, k and v to the ranks of their heads and bring the
-            result's rows from where these have stored them, while the others attend.
+            64 or 128), its schedule "inter_sm": `comm_sms` SMs push q, k and v to the ranks of their heads and bring
+            the result's rows from where these have stored them, while the others attend.
 
     Returns:
         `out`, shape, dtype and layout of q, a fresh contiguous tensor, ready on the current stream. Scores and sums are
