@@ -271,13 +271,15 @@ def fetch(work, n, i, at):
     bar, batch = att.ring.ready_at(at), head // work.kv_heads
     head = head % work.kv_heads
     kv_head = to * work.all_kv_heads // work.flags.world + head
-    gl.mbarrier_expect(bar, gl.where(kind == 0, att.ROWS, att.BN) * (att.D * 2))
     if kind == 0:
+        gl.mbarrier_expect(bar, att.ROWS * att.D * 2)
         gl.tma_load(att.q_desc, [batch, to * work.heads + head * att.group + q_head, row, 0], bar, small(work, at))
-    elif kind == 1:
-        gl.tma_load(att.k_desc, [batch, kv_head, row, 0], bar, att.kv_bufs.index(at.slot))
     else:
-        gl.tma_load(att.v_desc, [batch, kv_head, row, 0], bar, att.kv_bufs.index(at.slot))
+        gl.mbarrier_expect(bar, att.BN * att.D * 2)
+        if kind == 1:
+            gl.tma_load(att.k_desc, [batch, kv_head, row, 0], bar, att.kv_bufs.index(at.slot))
+        else:
+            gl.tma_load(att.v_desc, [batch, kv_head, row, 0], bar, att.kv_bufs.index(at.slot))
 
 
 @gl.jit
