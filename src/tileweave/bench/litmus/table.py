@@ -39,7 +39,7 @@ def _row(case: Litmus, seen: Counter[Outcome] | None) -> tuple[str, ...]:
     what = f"`{case.kernel.__name__}`: {case.name}" + (", a rank each" if case.ranks else "")
     must_not = _text(case.never) if case.never else "nothing"
     if case.allowed is None:
-        must_not = "end" if "deadlock" in (case.finding or "") else "nothing: undefined"
+        must_not = "end" if "deadlock" in (case.finding or "") else "nothing: it races"
     if case.finding is None:
         emulator = "shows " + ", ".join(map(_text, sorted(case.shown)))
         if case.weak and case.weak not in case.shown:
