@@ -24,9 +24,9 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what the loads
 of a tile must wait for), LOAD (where the operands of a K step come from), WITHIN (how many of its K steps a multiplier's
-rows take, where some tiles are not full), MEET, LOAD_MORE and EPILOGUE (what an accumulator
-waits for and takes in), STORE and PUBLISH (where a part goes, and who is told) and COMMUNICATE. Its `work` aggregate holds
-a `Matmul` as `work.matmul`.
+rows take, where some tiles are not full), AHEAD and SCALE (factors of an accumulator, loaded before its K steps), MEET,
+LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part goes, and who is told)
+and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
 """
 
 from tileweave import lang as gl
@@ -345,8 +345,21 @@ def take_shares(mm, part, j, share, met, HALF: gl.constexpr, LAYOUT: gl.constexp
 
 
 @gl.jit
+def nothing_ahead(work, owner, row, col, LAYOUT: gl.constexpr):
+    """AHEAD of a product without factors: what SCALE needs, loaded before the K steps, whose time hides that of the load."""
+    return row
+
+
+@gl.jit
+def unscaled(work, acc, ahead):
+    """SCALE of a product without factors."""
+    return acc
+
+
+@gl.jit
 def multiply_role(
-    work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr, WITHIN: gl.constexpr
+    work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr, WITHIN: gl.constexpr,
+    AHEAD: gl.constexpr, SCALE: gl.constexpr,
 ):  # fmt: skip
     """Multiplier: accumulate half a tile, pass its parts through the op's epilogue to the storer."""
     mm = work.matmul
@@ -360,8 +373,10 @@ def multiply_role(
         t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
         steps = WITHIN(work, owner, row + HALF * mm.ROWS, last - first)
+        ahead = AHEAD(work, owner, row + HALF * mm.ROWS, col, LAYOUT)
         acc, at = multiply_tile(mm, at, steps, HALF, LAYOUT)
         at = pass_over(mm, at, last - first - steps)
+        acc = SCALE(work, acc, ahead)
         parts = gl.columns(acc, mm.WIDTH)
         met = epoch == epoch
         if mm.SHARED:
@@ -422,6 +437,7 @@ def run_matmul(
     work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
     LOAD_MORE: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr,
     COMMUNICATE: gl.constexpr, REGISTERS: gl.constexpr = 48, WITHIN: gl.constexpr = all_steps,
+    AHEAD: gl.constexpr = nothing_ahead, SCALE: gl.constexpr = unscaled,
 ):  # fmt: skip
     """Run the roles. A worker warp's 48 REGISTERS do for addresses and waits unless an op has many of them, a multiplier's
     224 for its accumulator."""
@@ -431,7 +447,7 @@ def run_matmul(
     elif HALVES == 1:
         gl.warp_specialize(
             [
-                (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN)),
+                (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN, AHEAD, SCALE)),
                 (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
             ],
@@ -441,8 +457,8 @@ def run_matmul(
     else:
         gl.warp_specialize(
             [
-                (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN)),
-                (multiply_role, (work, 1, LOCATE, EPILOGUE, WITHIN)),
+                (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN, AHEAD, SCALE)),
+                (multiply_role, (work, 1, LOCATE, EPILOGUE, WITHIN, AHEAD, SCALE)),
                 (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
                 (store_role, (work, 1, LOCATE, MEET, STORE, PUBLISH)),

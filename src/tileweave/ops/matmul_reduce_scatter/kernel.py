@@ -32,15 +32,18 @@ from tileweave.tiles.matmul import (
     FIRST_SHARE,
     OWN_WORDS,
     Matmul,
+    all_steps,
     grouped_order,
     load_operands,
     make_matmul,
     no_communicator,
+    nothing_ahead,
     nothing_before_load,
     part_buf,
     run_matmul,
     take_part,
     this_epoch,
+    unscaled,
 )
 
 SENT = OWN_WORDS  # of `state`: one word per rank
@@ -154,21 +157,26 @@ def load_more(work, at, phase, row, col, epoch, met):
 
 
 @gl.jit
-def scaled(work, part, a_row, col, LAYOUT: gl.constexpr):
-    """A product of 8-bit operands times the scales of its rows and columns."""
-    rows = a_row + gl.arange(0, work.matmul.ROWS, gl.SliceLayout(1, LAYOUT))
-    cols = col + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
+def factors(work, phase, row, col, LAYOUT: gl.constexpr):
+    """Multiplier: the scales of a tile's rows and columns."""
+    rows = owner_of(work, phase) * work.rows + row + gl.arange(0, work.matmul.ROWS, gl.SliceLayout(1, LAYOUT))
+    cols = col + gl.arange(0, work.matmul.BN, gl.SliceLayout(0, LAYOUT))
     of_rows = gl.load(work.scale_a + rows * work.step_a, mask=rows < work.rows * work.flags.world, other=0.0)
     of_cols = gl.load(work.scale_b + cols * work.step_b, mask=cols < work.n, other=0.0)
-    return part * of_rows[:, None] * of_cols[None, :]
+    return of_rows, of_cols
+
+
+@gl.jit
+def scaled(work, acc, ahead):
+    """Multiplier: a product of 8-bit operands times its factors."""
+    of_rows, of_cols = ahead
+    return acc * of_rows[:, None] * of_cols[None, :]
 
 
 @gl.jit
 def epilogue(work, part, at, HALF: gl.constexpr, phase, row, col, LAYOUT: gl.constexpr):
-    """Multiplier: scales; a part of an own tile takes in what the peers have sent, and the bias."""
+    """Multiplier: a part of an own tile takes in what the peers have sent, and the bias."""
     owner = owner_of(work, phase)
-    if work.SCALED:
-        part = scaled(work, part, owner * work.rows + row, col, LAYOUT)
     if work.AVERAGE:  # before parts are sent and summed: a mean that the type can hold does not overflow on the way
         part = part * (1.0 / work.flags.world)
     if owner == work.flags.rank:
@@ -329,6 +337,9 @@ def matmul_reduce_scatter_kernel(
     )  # fmt: skip
     gl.grid_dependency_wait()
     COMMUNICATE: gl.constexpr = communicate if INTER else no_communicator
+    AHEAD: gl.constexpr = factors if SCALED else nothing_ahead
+    SCALE: gl.constexpr = scaled if SCALED else unscaled
     run_matmul(
-        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, COMMUNICATE, 64
+        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, COMMUNICATE, 64,
+        all_steps, AHEAD, SCALE,
     )  # fmt: skip
