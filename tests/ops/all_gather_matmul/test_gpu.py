@@ -5,7 +5,7 @@ import torch
 
 import tileweave as tw
 from tests.fabric.test_virtual import capture
-from tests.ops.all_gather_matmul.problems import assert_right, operands, plan, run_calls
+from tests.ops.all_gather_matmul.problems import WAYS, assert_right, operands, plan, run_calls, way_name
 from tests.ops.all_gather_matmul.test_gradients import assert_near, gradients, problem, true_gradients
 from tileweave import FabricTimeout
 from tileweave.fabric import fabric_of
@@ -13,7 +13,6 @@ from tileweave.planner.tiling import TILINGS
 
 pytestmark = pytest.mark.gpu
 NAME = "all_gather_matmul"
-SCHEDULES = ["inter_sm", "intra_sm", "none"]
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +44,10 @@ def test_world_sizes_ragged_shapes_two_calls(world, rows, ns, k, dtype):
             assert_right(outs, a, b, bias, **kw)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
 @pytest.mark.parametrize("comm_sms", [1, 3, 8])
-def test_schedules_and_communicators(schedule, comm_sms):
-    chosen = plan(tile=(128, 256, 64), stages=4, schedule=schedule, comm_sms=comm_sms)
+def test_ways_to_gather_and_communicators(way, comm_sms):
+    chosen = plan(tile=(128, 256, 64), stages=4, **dict(way, comm_sms=comm_sms))
     calls = [(*operands(4, 520, [776], 1032, seed=i, device="cuda"), dict(return_gathered=i > 0)) for i in range(3)]
     with tw.virtual_world(4, device="cuda", timeout=5.0) as w:
         for outs, (a, b, bias, kw) in zip(run_calls(w, calls, plan=chosen), calls, strict=True):
@@ -86,6 +85,8 @@ def test_fifty_calls_with_changing_shapes_and_plans():
         (1, [1032], 512, dict(plan=plan(tile=(128, 64, 64), stages=6))),
         (512, [2048], 1032, dict(plan=plan(tile=(128, 256, 64), stages=4, comm_sms=5))),
         (128, [128], 8, dict(plan=plan(schedule="none", comm_sms=8))),
+        (264, [264], 200, dict(plan=plan(mechanism="copy_engine", comm_sms=2))),
+        (520, [512], 1024, dict(plan=plan(mechanism="register", comm_sms=3))),
     ]
     calls = [
         (*operands(4, rows, ns, k, seed=10 * i + j, device="cuda"), kw)
@@ -116,11 +117,26 @@ def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
     assert_right(outs, a, b, bias)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_hundreds_of_replays_with_new_data_between_eager_calls(schedule):
+def test_a_copy_engine_copies_blocks_of_megabytes():
+    """More than one block of a source, several calls, the grid as large as it may be."""
+    calls = [(*operands(2, 2048, [512], 4096, seed=i, device="cuda"), dict(return_gathered=True)) for i in range(3)]
+    with tw.virtual_world(2, device="cuda", timeout=10.0) as w:
+        chosen = plan(tile=(128, 256, 64), stages=4, mechanism="copy_engine", comm_sms=2)
+        for outs, (a, b, bias, kw) in zip(run_calls(w, calls, plan=chosen), calls, strict=True):
+            assert_right(outs, a, b, bias, **kw)
+
+
+def test_copies_without_free_sms_are_refused():
+    a, b, bias = operands(2, 128, [128], 64, seed=1, device="cuda")
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as w, pytest.raises(ValueError, match="1 at least"):
+        run_calls(w, [(a, b, bias, {})], plan=plan(mechanism="copy_engine", comm_sms=0))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+def test_hundreds_of_replays_with_new_data_between_eager_calls(way):
     data = [operands(2, 136, [264, 72], 264, seed=i, device="cuda") for i in range(20)]
     other = operands(2, 72, [264], 64, seed=100, device="cuda")
-    options = dict(plan=plan(schedule=schedule, comm_sms=2), return_gathered=True)
+    options = dict(plan=plan(**dict(way, comm_sms=2)), return_gathered=True)
 
     def rank_program(rank, group):
         def call(a, b, bias):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.all_gather_matmul.problems import MECHANISMS, assert_right, operands, plan, run_calls, way_name
+from tests.ops.all_gather_matmul.problems import MECHANISMS, WAYS, assert_right, operands, plan, run_calls, way_name
 from tileweave.fabric.base import ABORT, HEADER_WORDS
 from tileweave.ops.all_gather_matmul import places
 from tileweave.ops.all_gather_matmul.check import taken
@@ -109,6 +109,18 @@ def test_an_aborted_wait_makes_the_peers_rows_nan_and_leaves_own_rows(way):
     assert torch.equal(gathered[own], a[1]) and not out[own].isnan().any()
     for x in (out, gathered):
         assert torch.cat([x[:136], x[272:]]).isnan().all()
+
+
+@pytest.mark.parametrize("way", WAYS, ids=way_name)
+def test_what_lies_in_the_slots_beside_the_rows_does_not_count(way):
+    """Rows are padded with zeros, not with what earlier calls of other shapes have left."""
+    a, b, bias = operands(2, 72, [72], 72, seed=1)
+    with tw.virtual_world(2, device="cpu", sms=2) as w:
+        for _ in range(2):
+            (outs,) = run_calls(w, [(a, b, bias, {})], plan=plan(**way))
+            assert_right(outs, a, b, bias)
+            (shared,) = w.workspace.ops.values()
+            shared.staging.fill_(0xFF)  # NaN, in 8 bits and in 16
 
 
 def test_epochs_of_a_copy_engine_may_wrap():
