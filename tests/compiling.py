@@ -39,13 +39,16 @@ class CompilingFabric(Fabric):
     def refusal(self):
         return None
 
+    def multicast_refusal(self):
+        return None
+
     def rendezvous(self, action=None):
         return action() if action else None
 
     def channel(self, op, adding_bytes, staging_bytes):
         arenas = [meta(self.world_size, 2 * n + 256, dtype=torch.uint8) for n in (adding_bytes, staging_bytes)]
         flags, state = meta(self.world_size, BLOCK_WORDS, dtype=torch.int32), meta(STATE_WORDS, dtype=torch.int32)
-        return Channel(op, flags, state, *arenas, 1_000_000)
+        return Channel(op, flags, state, *arenas, 1_000_000, multicast=lambda view: 1 << 40)
 
     def launch(self, kernel, grid, args, *, num_warps, variant=None, copies=()):
         self.reports.append(compile_report(kernel, args, num_warps))

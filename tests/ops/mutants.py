@@ -8,20 +8,24 @@ import tileweave
 
 SOURCES = Path(tileweave.__file__).parent
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
+PHASES, MOVER, COMMUNICATOR, REDUCER = (f"tiles/{name}.py" for name in ("phases", "mover", "communicator", "reducer"))
 
 
 def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", template=MATMUL):
-    """Put the kernel of `op` with edits (old, new) of `file` in place of the real one; an old text must occur exactly
-    once.
+    """Put the kernel of `op` with edits (old, new) of `file`, or of several, in place of the real one; an old text must
+    occur exactly once in them.
 
     `folder`: where the edited copies are written; `template`: the tile file that the kernel is made of.
     """
     modules = {}
-    for path in (CHANNEL, template, f"ops/{op}/kernel.py"):
-        text = (SOURCES / path).read_text()
-        for old, new in edits if path == file else ():
-            assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
-            text = text.replace(old, new)
+    files = (file,) if isinstance(file, str) else file
+    paths = (CHANNEL, template, COMMUNICATOR, PHASES, MOVER, REDUCER, f"ops/{op}/kernel.py")
+    texts = {path: (SOURCES / path).read_text() for path in paths}
+    for old, new in edits:
+        found = [path for path in files for _ in range(texts[path].count(old))]
+        assert len(found) == 1, f"the text to edit occurs {len(found)} times: {old!r}"
+        texts[found[0]] = texts[found[0]].replace(old, new)
+    for path, text in texts.items():
         for name, module in modules.items():
             text = text.replace(f"from tileweave.{name} import", f"from {module} import")
         name = f"mutant_{folder.name}_{Path(path).stem}"

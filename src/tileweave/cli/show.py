@@ -148,7 +148,7 @@ def multicast_line(multicast: dict[str, Any]) -> str:
     """Whether NVLink multicast is offered, and whether it is allowed."""
     offered = unknown(multicast) if multicast["why"] else of_all(multicast["offered"])
     allowed = "yes" if multicast["allowed"] else "no"
-    return f"offered: {offered}; allowed: {allowed}, {multicast['reason']}; no op uses it yet"
+    return f"offered: {offered}; allowed: {allowed}, {multicast['reason']}"
 
 
 def of_all(each: list[bool]) -> str:

@@ -57,15 +57,19 @@ def check_scale(op: str, name: str, scale: Like | None, each: tuple[int, int], a
 
 
 class Site(NamedTuple):
-    """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`."""
+    """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`. unicast: why there are no
+    multicast addresses, if so."""
 
     backend: str
     world: int
     sms: int
     device: torch.device
     refusal: str | None
+    unicast: str | None = None
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Site":
         """That of a fabric."""
-        return cls(fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal())
+        return cls(
+            fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal(), fabric.multicast_refusal()
+        )

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
 from tileweave.planner.tiling import (
+    GROUP_ROWS,
     PART_BYTES,
     TILINGS,
     Tiling,
@@ -18,11 +20,13 @@ from tileweave.planner.tiling import (
     whole_tiles,
 )
 
-SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2}  # how often the kernel of a schedule moves an element
+SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2, "inter_sm": 2}  # how often a schedule's kernel moves an element
 OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
 MOVES = 2  # buffers of a CTA's mover, a part each
 SMALL_TILE = 128 * 128  # elements of an accumulator beside which there are registers for other things
-SM_FETCH_GBS = 15.0  # what an SM fetches by plain loads behind its tiles, an estimate
+SM_FETCH_GBS = 13.0  # what an SM moves by plain loads and stores behind its tiles; measured, see `predict_us`
+COMM_SM_GBS = 45.0  # what a communicator moves; eight fill a link by TMA (measured), in the fabric it is an estimate
+COMM_SMS = (4, 8, 16)  # communicators that the planner considers
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Problem:
     """One call of matmul + all-reduce as every rank sees it.
 
     m, n: the product; k: this rank's share of the inner dimension; sms: SMs the kernel may use on this rank; norm:
-    whether rows are normalized; linked: whether peers are behind a link (False for virtual and emulated ranks).
+    whether rows are normalized; linked: whether peers are behind a link (False for virtual and emulated ranks);
+    multicast: whether the fabric reaches all of them at once.
     """
 
     m: int
@@ -40,6 +45,12 @@ class Problem:
     sms: int
     norm: bool = False
     linked: bool = True
+    multicast: bool = False
+
+
+def computing(problem: Problem, plan: Plan) -> int:
+    """SMs that multiply."""
+    return problem.sms - plan.comm_sms
 
 
 def owners(problem: Problem, plan: Plan) -> int:
@@ -60,29 +71,30 @@ def chunks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
     per, world = count_tiles(problem, plan) // owners(problem, plan), owners(problem, plan)
     if world == 1:
         return per, 1
-    tiles = max(min(problem.sms, per), math.ceil(per / (OWN_FLAGS // (2 * world))))
+    tiles = max(min(computing(problem, plan), per), math.ceil(per / (OWN_FLAGS // (2 * world))))
     return tiles, math.ceil(per / tiles)
 
 
-def has_movers(problem: Problem, plan: Plan) -> bool:
-    """Whether every CTA has a warp that brings finished tiles to the result."""
-    return SHOTS[plan.schedule] == 2 and not problem.norm
-
-
-def result_buffers(problem: Problem, plan: Plan, hardware: Hardware = H200) -> int:
+def result_buffers(plan: Plan, hardware: Hardware = H200) -> int:
     """Buffers for finished parts of each multiplier, beside those of a mover; 0 if none fits."""
-    return part_buffers(plan.tile, plan.stages, 2, _less_movers(problem, plan, hardware))
+    return part_buffers(plan.tile, plan.stages, 2, _less_movers(plan, hardware))
 
 
-def _less_movers(problem: Problem, plan: Plan, hardware: Hardware) -> Hardware:
+def _less_movers(plan: Plan, hardware: Hardware) -> Hardware:
     """The hardware with the shared memory that is left beside a mover's buffers."""
-    taken = MOVES * part_rows(plan.tile) * PART_BYTES if has_movers(problem, plan) else 0
+    taken = MOVES * part_rows(plan.tile) * PART_BYTES if SHOTS[plan.schedule] == 2 else 0
     return replace(hardware, shared_bytes=hardware.shared_bytes - taken)
 
 
+def slot_columns(problem: Problem, plan: Plan) -> int:
+    """Columns of a place in a slot; parts that communicators sum are whole, as nothing masks the fabric's words."""
+    part = PART_BYTES // 2
+    return math.ceil(problem.n / part) * part if plan.schedule == "inter_sm" else problem.n
+
+
 def slot_bytes(problem: Problem, plan: Plan) -> int:
-    """Bytes of one of a rank's two slots: a place for each source."""
-    return problem.world * rows_of(problem, plan) * problem.n * 2 if SHOTS[plan.schedule] else 0
+    """Bytes of one of a rank's two slots: a place for each source, or, inter-SM, for each owner."""
+    return problem.world * rows_of(problem, plan) * slot_columns(problem, plan) * 2 if SHOTS[plan.schedule] else 0
 
 
 def count_tiles(problem: Problem, plan: Plan) -> int:
@@ -92,11 +104,20 @@ def count_tiles(problem: Problem, plan: Plan) -> int:
 
 def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:
     """Why `plan` cannot run `problem`, naming the legal values; None if it can. Planner and launch both ask here."""
-    if plan.mechanism != "tma":
-        return f"plan.mechanism={plan.mechanism!r}: matmul_all_reduce has 'tma'"
     if plan.schedule not in SHOTS:
         return f"plan.schedule={plan.schedule!r}: matmul_all_reduce has {', '.join(map(repr, SHOTS))}"
-    if plan.comm_sms != 0:
+    mechanisms = ("tma", "multimem") if plan.schedule == "inter_sm" else ("tma",)
+    if plan.mechanism not in mechanisms:
+        return (
+            f"plan.mechanism={plan.mechanism!r}: matmul_all_reduce has {' and '.join(map(repr, mechanisms))} in the "
+            f"{plan.schedule} schedule"
+        )
+    if plan.schedule == "inter_sm" and not 1 <= plan.comm_sms < problem.sms:
+        return (
+            f"plan.comm_sms={plan.comm_sms}: the inter_sm schedule has 1 to {problem.sms - 1} of {problem.sms} SMs, "
+            "and needs two at least"
+        )
+    if plan.schedule != "inter_sm" and plan.comm_sms != 0:
         return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 0"
     if problem.world == 1 and plan.schedule != "none":
         return f"plan.schedule={plan.schedule!r}: a world of one has 'none', as there is nobody to send to"
@@ -105,64 +126,87 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"plan.schedule={plan.schedule!r} has two flags for each of {problem.world} ranks, an op has {OWN_FLAGS}; "
             "'one_shot' and 'none' would do"
         )
-    narrow = {f"plan.split={plan.split}": plan.split > 1, "norm_weight": problem.norm and SHOTS[plan.schedule] == 2}
-    if SHOTS[plan.schedule] > 0 and any(narrow.values()) and plan.tile[0] * plan.tile[1] > SMALL_TILE:
+    if SHOTS[plan.schedule] > 0 and plan.split > 1 and plan.tile[0] * plan.tile[1] > SMALL_TILE:
         return (
-            f"plan.tile={plan.tile} with {' and '.join(name for name, holds in narrow.items() if holds)}: "
+            f"plan.tile={plan.tile} with plan.split={plan.split}: "
             f"the {plan.schedule} schedule has registers for tiles of up to {SMALL_TILE} elements then"
         )
-    return core.untileable(plan, 2, _less_movers(problem, plan, hardware)) or core.unshareable(
-        _alone(problem, plan), plan
-    )
+    return core.untileable(plan, 2, _less_movers(plan, hardware)) or core.unshareable(_alone(problem, plan), plan)
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
     """A reduce-scatter with as many tiles."""
     world = owners(problem, plan)
-    return core.Problem(rows_of(problem, plan) * world, problem.n, problem.k, world, 2, problem.sms, linked=False)
+    sms = computing(problem, plan)
+    return core.Problem(rows_of(problem, plan) * world, problem.n, problem.k, world, 2, sms, linked=False)
 
 
 def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
-    """T_launch + max(T_compute, T_memory, T_send) + T_sync, then what comes behind the tile loop, in microseconds."""
-    tiles = count_tiles(problem, plan)
-    compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, problem.sms)
+    """T_launch + max(T_compute, T_memory, T_send) + T_sync, then what comes behind the tile loop, in microseconds.
+
+    Two things are measured, on virtual ranks of an H200 with N = K = 8192. One shot's sums take SM_FETCH_GBS on an SM.
+    Two shots of few rows are slow: each owner's tiles read all of b again, since a wave of them is not GROUP_ROWS high.
+    """
+    tiles, sms = count_tiles(problem, plan), computing(problem, plan)
+    compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     memory_rate = hardware.memory_gbs * 1e3 * problem.sms / hardware.sms
     link_rate = hardware.link_gbs * 1e3
     result = 2.0 * problem.m * problem.n
-    operands = operand_bytes(problem.m, problem.n, problem.k, plan.tile, problem.sms, hardware)
     peers, shots = problem.world - 1, SHOTS[plan.schedule]
-    # What a rank sends, and as much comes; two shots: to, and then from, an owner who has all his rows.
+    # What a rank sends, and as much comes; two shots: to, and then from, an owner who has all his rows. In the fabric
+    # everything leaves once to be summed, and comes back once.
     sent = peers * 2.0 * problem.n * min(rows_of(problem, plan), problem.m)
-    memory = hardware.launch_us + (operands + result + (sent if shots else 0)) / memory_rate
+    if plan.mechanism == "multimem":
+        sent = result * (problem.world + 1) / (2 * problem.world)
+    moved = _operands(problem, plan, hardware) + result + (sent if shots else 0)
+    memory = hardware.launch_us + moved / memory_rate
     link = hardware.launch_us + sent / link_rate if problem.linked and shots else 0.0
-    loop = overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, problem.sms)
+    loop = overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, sms)
+    norm = hardware.launch_us + 2 * result / memory_rate if problem.norm else 0.0
     if shots == 0:
         if peers == 0:
-            return loop
+            return loop + norm
         two = 2 * hardware.launch_us + 2 * hardware.sync_us + 2 * result * peers / problem.world / link_rate
         one = hardware.launch_us + hardware.sync_us + result * peers / link_rate
-        return loop + min(one, two)
-    # Behind the loop: one shot sums the places of all sources, two shots bring the last chunk, or, to a norm, all.
-    chunks = 1 if problem.norm or shots == 1 else chunks_of(problem, plan)[1]
-    moved = result * (1 + (problem.world if shots == 1 else 1)) / chunks
-    tail = moved / min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
-    if shots == 2 and problem.linked:
+        return loop + min(one, two) + norm
+    if shots == 1:  # behind the loop the places of all sources are summed, and what is normed is read again and written
+        summed = result * (problem.world + (3 if problem.norm else 1))
+        return loop + hardware.sync_us + summed / min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
+    chunks = chunks_of(problem, plan)[1]  # of which the last one travels behind the loop
+    tail = 2 * result / chunks / min(memory_rate, SM_FETCH_GBS * sms * 1e3)
+    if plan.schedule == "inter_sm":  # communicators read and write the owner's share; each fetches what fills a link
+        share = 2 * result / problem.world * (1 if plan.mechanism == "multimem" else problem.world)
+        carried = share / (plan.comm_sms * COMM_SM_GBS * 1e3)
+        loop, tail = max(loop, hardware.launch_us + carried), tail + carried / chunks
+    if problem.linked:
         tail = max(tail, sent / chunks / link_rate)
         loop = max(loop, hardware.launch_us + (2 - 1 / chunks) * sent / link_rate)
-    return loop + shots * hardware.sync_us + tail
+    return loop + shots * hardware.sync_us + tail + norm
+
+
+def _operands(problem: Problem, plan: Plan, hardware: Hardware) -> float:
+    """Bytes of operands that this rank reads from device memory."""
+    sms, rows = computing(problem, plan), rows_of(problem, plan)
+    whole = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
+    if owners(problem, plan) == 1 or rows >= GROUP_ROWS * plan.tile[0]:
+        return whole
+    each = operand_bytes(rows, problem.n, problem.k, plan.tile, sms, hardware)
+    return max(whole, owners(problem, plan) * each)
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
     """All plans that can run `problem` in one kernel, each with its predicted microseconds, the fastest first."""
     found = []
-    for schedule in ("none",) if problem.world == 1 else ("one_shot", "intra_sm"):
-        for tiling in TILINGS:
-            for split in SPLITS:
-                plan = Plan("tma", schedule, tiling.tile, tiling.stages, split)
-                tiles = count_tiles(problem, plan)
-                idle = split > 1 and (whole_tiles(tiles, problem.sms, split) == tiles or problem.k < 128 * split)
-                if not idle and not unsupported(problem, plan, hardware):
-                    found.append((predict_us(problem, plan, tiling, hardware), plan))
+    ways = [("tma", "none", 0)] if problem.world == 1 else [("tma", "one_shot", 0), ("tma", "intra_sm", 0)]
+    if problem.world > 1 and problem.multicast:
+        ways += [("multimem", "inter_sm", comm_sms) for comm_sms in COMM_SMS]
+    for (mechanism, schedule, comm_sms), tiling, split in product(ways, TILINGS, SPLITS):
+        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
+        if unsupported(problem, plan, hardware):
+            continue
+        tiles, sms = count_tiles(problem, plan), computing(problem, plan)
+        if split == 1 or (whole_tiles(tiles, sms, split) < tiles and problem.k >= 128 * split):
+            found.append((predict_us(problem, plan, tiling, hardware), plan))
     return sorted(found, key=lambda each: each[0])
 
 
@@ -175,6 +219,10 @@ WAYS = {
         "an output tile is the message, so the CTA that made it sends it to the rank that sums it, from which "
         "all fetch the sum (intra-SM, two shots, TMA store to a place per source)"
     ),
+    "inter_sm": (
+        "the fabric reduces, so communicators of the rank that owns a tile have it summed and handed to all there "
+        "(inter-SM, multimem)"
+    ),
 }
 
 
@@ -185,5 +233,6 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"
     last = f", those of the last wave shared by {plan.split} each," if plan.split > 1 else ""
     size = f"{plan.tile[0]} x {plan.tile[1]}"
-    reason = f"{WAYS[plan.schedule]}; {count} of {size}{last} on {problem.sms} SMs is the cheapest tiling"
+    sms = f"{computing(problem, plan)} SMs" + (f" beside {plan.comm_sms} communicators" if plan.comm_sms else "")
+    reason = f"{WAYS[plan.schedule]}; {count} of {size}{last} on {sms} is the cheapest tiling"
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

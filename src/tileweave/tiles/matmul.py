@@ -4,6 +4,7 @@
     multiplier   a warp group for each half of a tile's rows (one for tiles of 64 rows): wgmma over the ring, then the
                  op's EPILOGUE on the accumulator, in parts
     storer       a warp for each multiplier: the op's STORE of each finished part
+    extra        a warp that some ops have besides: their EXTRA role, with the epoch
     communicator whole CTAs below COMM_SMS that only run the op's COMMUNICATE role
 
 A part, or message, is a multiplier's ROWS by WIDTH columns, 128 bytes wide: what TMA moves in one piece. A multiplier
@@ -438,9 +439,10 @@ def run_matmul(
     LOAD_MORE: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr,
     COMMUNICATE: gl.constexpr, REGISTERS: gl.constexpr = 48, WITHIN: gl.constexpr = all_steps,
     AHEAD: gl.constexpr = nothing_ahead, SCALE: gl.constexpr = unscaled,
+    EXTRA: gl.constexpr = None, epoch=0,
 ):  # fmt: skip
     """Run the roles. A worker warp's 48 REGISTERS do for addresses and waits unless an op has many of them, a multiplier's
-    224 for its accumulator."""
+    224 for its accumulator. With an EXTRA role `epoch` is this call's, read before any role may advance it."""
     HALVES: gl.constexpr = work.matmul.HALVES
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
@@ -450,9 +452,10 @@ def run_matmul(
                 (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN, AHEAD, SCALE)),
                 (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
-            ],
-            [1, 1],
-            [64, 64],
+            ]
+            + ([] if EXTRA is None else [(EXTRA, (work, epoch))]),
+            [1, 1] + ([] if EXTRA is None else [1]),
+            [64, 64] + ([] if EXTRA is None else [64]),
         )
     else:
         gl.warp_specialize(
@@ -462,7 +465,8 @@ def run_matmul(
                 (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, MEET, LOAD_MORE)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
                 (store_role, (work, 1, LOCATE, MEET, STORE, PUBLISH)),
-            ],
-            [4, 1, 1, 1],
-            [224, REGISTERS, REGISTERS, REGISTERS],
+            ]
+            + ([] if EXTRA is None else [(EXTRA, (work, epoch))]),
+            [4, 1, 1, 1] + ([] if EXTRA is None else [1]),
+            [224, REGISTERS, REGISTERS, REGISTERS] + ([] if EXTRA is None else [REGISTERS]),
         )

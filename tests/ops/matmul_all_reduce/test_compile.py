@@ -36,3 +36,4 @@ def test_a_variant_has_the_machine_instructions_it_is_made_for(reports, name):
     assert r["narrow"] == 0, "rows are read 16 bytes at a time"
     if "one shot" in name:
         assert r["wide"] >= 2
+    assert r["multimem"] == (["multimem.ld_reduce", "multimem.st"] if "multimem" in name else [])

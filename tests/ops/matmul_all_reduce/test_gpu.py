@@ -14,7 +14,7 @@ from tileweave.planner.tiling import TILINGS
 
 pytestmark = pytest.mark.gpu
 NAME = "matmul_all_reduce"
-FUSED = ["one_shot", "intra_sm"]
+FUSED = ["one_shot", "intra_sm", "inter_sm"]
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def nothing_compiled():
 
 
 def plan(schedule, tile=(64, 128, 64), stages=4, **changes):
-    return Plan(schedule=schedule, tile=tile, stages=stages, **changes)
+    return Plan(schedule=schedule, tile=tile, stages=stages, comm_sms=2 if schedule == "inter_sm" else 0, **changes)
 
 
 @pytest.mark.parametrize("schedule", [None, *FUSED, "none"])
@@ -75,16 +75,27 @@ def test_tilings(tiling, split, schedule):
             assert_right(outs, *call)
 
 
+@pytest.mark.parametrize("schedule", FUSED[1:])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_many_chunks_equal_bits(world):
+def test_many_chunks_equal_bits(world, schedule):
     """Large enough for several chunks; every rank has the same bits, and every call."""
     call = operands(world, 2048, 2048, 512, 1, "r", device="cuda")
-    chosen = plan("intra_sm", (64, 64, 64), 8)
+    chosen = plan(schedule, (64, 64, 64), 8)
     with tw.virtual_world(world, device="cuda", timeout=5.0, sms=12) as w:
         results = run_calls(w, [call] * 5, plan=chosen)
     for outs in results:
         assert_right(outs, *call)
         assert torch.equal(outs[0], results[0][0])
+
+
+def test_virtual_ranks_have_no_multicast():
+    a, b, _ = operands(2, 64, 64, 64, 1, device="cuda")
+    chosen = Plan("multimem", "inter_sm", (64, 64, 64), 4, comm_sms=2)
+    with (
+        tw.virtual_world(2, device="cuda", timeout=5.0) as w,
+        pytest.raises(ValueError, match="needs multicast: virtual ranks share one GPU"),
+    ):
+        w.run(lambda rank, group: tw.matmul_all_reduce(a[rank], b[rank], group, plan=chosen))
 
 
 @pytest.mark.parametrize("m, n, k", [(0, 64, 64), (4, 0, 64), (4, 64, 0), (2, 1, 1), (1, 8, 8), (256, 100, 64)])
@@ -102,6 +113,7 @@ def test_fifty_calls_with_changing_shapes_and_plans():
         (4, 1032, 512, "brn", dict(plan=plan("one_shot", (64, 64, 64), 8))),
         (2048, 2048, 256, "r", dict(plan=plan("intra_sm", (128, 256, 64), 4))),
         (33, 128, 8, "b", dict(plan=plan("none"))),
+        (1000, 1032, 64, "brn", dict(plan=plan("inter_sm"))),
     ]
     calls = [
         (*operands(4, m, n, k, 10 * i + j, extras, device="cuda"), kw)

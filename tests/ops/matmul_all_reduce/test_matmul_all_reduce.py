@@ -1,5 +1,7 @@
 """The op in emulated worlds: the real device code under hostile schedules, against the float32 truth."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -7,13 +9,19 @@ import tileweave as tw
 from tests.ops.matmul_all_reduce.problems import assert_right, operands, run_calls
 from tileweave import Plan
 from tileweave.fabric import MAX_RANKS
+from tileweave.ops.contract import Site
+from tileweave.ops.matmul_all_reduce.check import Call, Options, choose
 from tileweave.planner.matmul_all_reduce import Problem, candidates, chunks_of, plan_for, unsupported
 
-SCHEDULES = ("one_shot", "intra_sm", "none")
-FUSED = SCHEDULES[:2]
+FUSED = ("one_shot", "intra_sm", "inter_sm", "multimem")  # the last one is inter-SM too
+SCHEDULES = (*FUSED, "none")
 
 
 def small(schedule, tile=(64, 64, 64), **changes):
+    """A plan for few SMs, two at least."""
+    if schedule in ("inter_sm", "multimem"):
+        changes = {"mechanism": "multimem" if schedule == "multimem" else "tma", "comm_sms": 1, **changes}
+        schedule = "inter_sm"
     return Plan(schedule=schedule, tile=tile, stages=2, **changes)
 
 
@@ -49,14 +57,16 @@ def test_a_world_of_one_is_a_plain_matmul():
     assert route.plan.schedule == "none" and "plain matmul" in route.reason
 
 
+@pytest.mark.parametrize("schedule", FUSED[1:])
 @pytest.mark.parametrize("extras", ["br", "rn"])
-def test_several_chunks_whose_tiles_travel_while_others_are_multiplied(extras):
-    """Eight chunks of two tiles an owner; the last owner has fewer rows; results and counters are right twice over."""
-    m, n, k, plan = 250, 264, 72, small("intra_sm")
-    assert chunks_of(Problem(m, n, k, 2, 2), plan) == (2, 5)
+def test_several_chunks_whose_tiles_travel_while_others_are_multiplied(extras, schedule):
+    """Five chunks of two tiles an owner; the last owner has fewer rows; results and counters are right twice over."""
+    m, n, k, comm_sms = 250, 264, 72, 0 if schedule == "intra_sm" else 2
+    plan = small(schedule, comm_sms=comm_sms)
+    assert chunks_of(Problem(m, n, k, 2, 2 + comm_sms), plan) == (2, 5)
     calls = [operands(2, m, n, k, i, extras) for i in range(2)]
     for seed in range(3):
-        with tw.virtual_world(2, device="cpu", seed=seed, sms=2) as w:
+        with tw.virtual_world(2, device="cpu", seed=seed, sms=2 + comm_sms) as w:
             for outs, call in zip(run_calls(w, calls, plan=plan), calls, strict=True):
                 assert_right(outs, *call)
 
@@ -69,6 +79,8 @@ def test_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_late(lat
         (1, 264, 128, "rn", small("one_shot", (64, 128, 64))),
         (72, 136, 64, "brn", small("intra_sm")),
         (24, 64, 8, "b", small("none")),
+        (72, 72, 64, "r", small("multimem")),
+        (200, 136, 64, "b", small("inter_sm")),
         (130, 72, 64, "b", small("intra_sm", (128, 64, 64))),
     ]
     calls = [
@@ -95,9 +107,10 @@ def test_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_late(lat
 )
 def test_tiles_that_several_ctas_share(world, m, n, k, sms, tile, split, schedule):
     calls = [operands(world, m, n, k, i, "br") for i in range(2)]
+    plan = small(schedule, tile, split=split)
     for seed in range(2):
-        with tw.virtual_world(world, device="cpu", seed=seed, sms=sms) as w:
-            results = run_calls(w, calls, plan=small(schedule, tile, split=split))
+        with tw.virtual_world(world, device="cpu", seed=seed, sms=sms + plan.comm_sms) as w:
+            results = run_calls(w, calls, plan=plan)
         for outs, call in zip(results, calls, strict=True):
             assert_right(outs, *call)
 
@@ -159,9 +172,9 @@ def test_seventy_two_ranks(schedule):
     world = 72
     a, b, extras = operands(world, 2, 8, 8, 1, "r")
     plan = small(schedule)
-    if schedule == "intra_sm":
+    if schedule != "one_shot":
         with (
-            tw.virtual_world(world, device="cpu", sms=1) as w,
+            tw.virtual_world(world, device="cpu", sms=2) as w,
             pytest.raises(ValueError, match="72 ranks, an op has 128"),
         ):
             w.run(lambda rank, group: tw.explain("matmul_all_reduce", a[rank], b[rank], group, plan=plan))
@@ -214,6 +227,30 @@ def test_one_shot_up_to_a_size_then_two_shots():
     assert times == sorted(times) and times[0] > 0
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_two_shots_of_few_rows_are_not_chosen(world):
+    """Each owner's tiles would read the weights again: measured on virtual ranks, 152 and 515 us with W = 2 and 4."""
+    assert plan_for(Problem(256, 8192, 8192, world, 132 // world, linked=False)).schedule == "one_shot"
+
+
+def test_the_fabric_sums_large_products_where_it_can():
+    problem = Problem(4096, 8192, 3584, 8, 132, multicast=True)
+    plan = plan_for(problem)
+    assert (plan.mechanism, plan.schedule) == ("multimem", "inter_sm") and plan.comm_sms > 0
+    assert f"{132 - plan.comm_sms} SMs beside {plan.comm_sms} communicators" in plan.reason
+    assert plan_for(replace(problem, multicast=False)).mechanism == "tma"
+    assert plan_for(replace(problem, m=1)).schedule == "one_shot"
+
+
+@pytest.mark.parametrize("why", ["virtual ranks share one GPU, and multicast joins several", "rank 1: X=1"])
+def test_multimem_is_refused_with_the_fabrics_reason(why):
+    site = Site("virtual", 2, 4, torch.device("cpu"), None, why)
+    call = Call(torch.bfloat16, 64, 64, 64, False, False, False, Options(False, 1e-6, 0))
+    with pytest.raises(ValueError, match=f"plan.mechanism='multimem' needs multicast: {why}; 'tma' would do"):
+        choose(site, call, torch.device("cpu"), small("multimem"))
+    assert choose(site, call, torch.device("cpu"), small("inter_sm")).fused
+
+
 GOOD = dict(a=torch.zeros(4, 8).bfloat16(), b=torch.zeros(8, 16).bfloat16())
 WRONG = [
     (dict(a=torch.zeros(4, 16).bfloat16()), ValueError, r"\[4, 16\].*\[8, 16\]"),
@@ -228,8 +265,11 @@ WRONG = [
     (dict(deterministic="yes"), TypeError, "deterministic must be True, False or None"),
     (dict(max_sms=0), ValueError, "max_sms must be from 1"),
     (dict(plan="fast"), TypeError, "plan must be a tileweave.Plan"),
-    (dict(plan=Plan(mechanism="copy_engine")), ValueError, "mechanism='copy_engine': matmul_all_reduce has 'tma'"),
-    (dict(plan=Plan(schedule="inter_sm")), ValueError, "has 'none', 'one_shot', 'intra_sm'"),
+    (dict(plan=Plan(mechanism="copy_engine")), ValueError, "mechanism='copy_engine': .* 'tma' in the intra_sm"),
+    (dict(plan=Plan("register", "inter_sm", comm_sms=1)), ValueError, "has 'tma' and 'multimem' in the inter_sm"),
+    (dict(plan=Plan(schedule="two_shot")), ValueError, "has 'none', 'one_shot', 'intra_sm', 'inter_sm'"),
+    (dict(plan=Plan(schedule="inter_sm")), ValueError, "comm_sms=0: the inter_sm schedule has 1 to 3 of 4 SMs"),
+    (dict(plan=Plan(schedule="inter_sm", comm_sms=4)), ValueError, "comm_sms=4: the inter_sm schedule has 1 to 3"),
     (dict(plan=Plan(schedule="one_shot", comm_sms=2)), ValueError, "comm_sms=2: the one_shot schedule has 0"),
     (dict(plan=Plan(schedule="intra_sm", stages=9)), ValueError, "bytes of shared memory"),
     (

@@ -133,6 +133,8 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if refusal is None and device.type != site.device.type:
         refusal = f"a is on {device}, the ranks of this world are on {site.device}"
     problem = problem_of(site, call)
+    if plan is not None and plan.mechanism == "multimem" and site.unicast:
+        raise ValueError(f"{NAME}: plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do")
     if plan is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
@@ -147,7 +149,8 @@ def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     sms, most = site.sms or H200.sms, call.options.max_sms
     usable = min(sms, most) if most else sms
-    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, linked=site.backend == "processes")
+    linked = site.backend == "processes"
+    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, linked, site.unicast is None)
 
 
 def unaddressable(call: Call) -> str | None:

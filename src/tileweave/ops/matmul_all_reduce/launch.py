@@ -17,10 +17,12 @@ from tileweave.planner.matmul_all_reduce import (
     SHOTS,
     Problem,
     chunks_of,
+    computing,
     count_tiles,
     result_buffers,
     rows_of,
     slot_bytes,
+    slot_columns,
 )
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_rows, whole_tiles
 
@@ -53,8 +55,11 @@ def finished(fabric: Fabric, call: Call, product: torch.Tensor, extras: Extras) 
         for extra in (extras.bias, extras.residual):
             wide = wide if extra is None else wide + extra
         total = wide.to(call.dtype)
-    if not call.norm:
-        return [total]
+    return normed(call, total, extras) if call.norm else [total]
+
+
+def normed(call: Call, total: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
+    """The results of a call with a norm, whose sum is there: a pass over it, behind it on the stream."""
     return [torch.nn.functional.rms_norm(total, (call.n,), extras.norm_weight, call.options.norm_eps), total]
 
 
@@ -63,7 +68,8 @@ class Prepared:
     """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
 
     slots: the kernel's arguments that say where parts travel to; in the schedule "none" a box, for the result stands in
-    for them; tail: the kernel's arguments after scratch; scratch: elements of it, for tiles that CTAs share.
+    for them; tail: the kernel's arguments after scratch; scratch: elements of it, for tiles that CTAs share; norms:
+    whether the kernel makes the norm too, if there is one.
     """
 
     call: Call
@@ -75,13 +81,14 @@ class Prepared:
     tail: tuple
     grid: int
     scratch: int
+    norms: bool
     variant: Variant = field(default_factory=Variant)
 
     def launch(self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
         """Launch on the current stream. a and b are addressable by TMA, the extras as `Extras` says."""
         call, alone = self.call, isinstance(self.slots, Box)
         total = torch.empty(call.m, call.n, dtype=call.dtype, device=self.device)
-        results = [torch.empty_like(total), total] if call.norm and not alone else [total]
+        results = [torch.empty_like(total), total] if self.norms else [total]
         slots = (self.slots.at(total), total, 0, 0) if isinstance(self.slots, Box) else self.slots
         others = [total if x is None or alone else x for x in extras]
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else total
@@ -90,7 +97,9 @@ class Prepared:
             results[0], *others, call.options.norm_eps, scratch, *self.tail,
         )  # fmt: skip
         fabric.launch(matmul_all_reduce_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
-        return finished(fabric, call, total, extras) if alone else results
+        if alone:
+            return finished(fabric, call, total, extras)
+        return normed(call, total, extras) if call.norm and not self.norms else results
 
 
 def fused(
@@ -113,19 +122,23 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     problem = problem_of(Site.of(fabric), call)
     channel = fabric.channel(NAME, 0, slot_bytes(problem, plan))
     tiles, rows = count_tiles(problem, plan), rows_of(problem, plan)
-    whole = whole_tiles(tiles, problem.sms, plan.split)
-    grid = min(problem.sms, whole + (tiles - whole) * plan.split)
+    sms = computing(problem, plan)
+    whole = whole_tiles(tiles, sms, plan.split)
+    grid = min(sms, whole + (tiles - whole) * plan.split)
+    norms, fabric_sums = call.norm and shots == 1, plan.mechanism == "multimem"
     part = (part_rows(plan.tile), PART_BYTES // a.element_size())
     tail = (
         channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n,
         a_rows.shape[0] if a_t else a_rows.shape[1], *chunks_of(problem, plan), whole, plan.split, problem.world,
-        bm, bn, bk, plan.stages, result_buffers(problem, plan), plan.split > 1, GROUP_ROWS, a_t, b_t, shots,
-        call.bias, call.residual, call.norm, columns_at_once(problem, plan),
+        bm, bn, bk, plan.stages, result_buffers(plan), plan.split > 1, GROUP_ROWS, a_t, b_t, shots,
+        plan.comm_sms, fabric_sums, call.bias, call.residual, norms, columns_at_once(problem, plan),
     )  # fmt: skip
     slots: tuple | Box = slots_box(a.new_empty(1, 1, call.m, call.n), part)
     if shots:
-        places, stride = parallel_view(channel.staging, 2 * problem.world, (rows, call.n), call.dtype)
-        slots = (slots_box(places, part).at(places), places, places.stride(0) // LANE_COLS, stride // LANE_COLS)
+        shape = rows, slot_columns(problem, plan)
+        places, stride = parallel_view(channel.staging, 2 * problem.world, shape, call.dtype)
+        everywhere = channel.multicast(places) if fabric_sums and channel.multicast else 0
+        slots = (slots_box(places, part).at(places), places[fabric.rank], everywhere, stride // LANE_COLS)
     return Prepared(
         call,
         a.device,
@@ -134,15 +147,16 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         Box(a.new_empty(call.m, call.n), part),
         slots,
         tail,
-        grid,
+        plan.comm_sms + grid,
         grid * bm * bn if plan.split > 1 else 0,
+        norms,
     )
 
 
 def columns_at_once(problem: Problem, plan: Plan) -> int:
     """Elements of a row that a CTA takes behind its tiles at once: as many as it has loads in flight for, and fewer
     where a row has fewer, or where there would be nothing left for other CTAs to take."""
-    sources = min(problem.world, 8) if SHOTS[plan.schedule] == 1 else 2
+    sources = min(problem.world, 8)
     least = 32 * WARPS * LANE_COLS
     columns = min(IN_FLIGHT // (1 << (sources - 1).bit_length()), LANE_VECTORS) * least
     while columns > least and (
