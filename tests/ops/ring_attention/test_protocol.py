@@ -1,0 +1,77 @@
+# ruff: noqa: E501  (a mutant per row)
+"""The protocol table of the kernel is true: each edit that breaks one of its lines is found, harmless ones are not. The
+template's own edits are those of tests/tiles, the communicator's those of tests/ops/all_gather_matmul.
+
+What is expected is the kind of finding: R race, D deadlock, P protocol error, W a wrong result; None: the edit is
+harmless and nothing may be reported.
+"""
+
+import pytest
+import torch
+
+from tests.ops.sequence.fused import plan
+from tests.ops.sequence.mutants import judge, put_edited
+from tests.ops.sequence.problems import whole
+
+NAME = "ring_attention"
+WAIT = "gl.wait(flags, block * flags.world + source, work.epoch)"
+MINE = "where = [(epoch & 1) * work.flags.world + work.flags.rank, head, row, 0]"
+SIGNAL = "gl.signal(work.flags, receiver(work, block), b * work.flags.world + work.flags.rank, epoch)"
+NOTHING = "gl.signal(work.flags, peer, b * work.flags.world + work.flags.rank, work.epoch)"
+OWN = 'if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.ends - 1:'
+
+MUTANTS = {
+    # what a load waits for
+    "does not wait for the peers": ([(WAIT, "flags.rank >= 0")], "R"),
+    "waits for the previous call's flags": ([(WAIT, WAIT.replace("work.epoch)", "work.epoch - 1)"))], "R"),
+    "waits for the first block only": ([(WAIT, WAIT.replace("block * flags.world + source", "source"))], "R"),
+    "waits for another source": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % flags.world"))], "RD"),
+    "no proxy fence after the flag": ([("        gl.fence_proxy_async()\n", "")], "R"),
+    "believes in blocks that have not come": ([("known = block + 1", "known = block + 2")], "R"),
+    "believes in all sources after the first": ([("(0 if work.CAUSAL and work.PIECES == 1 else (flags.rank + 1) % flags.world)", "source")], "R"),
+    # slots
+    "one slot for all calls": ([("place = (work.epoch & 1) * work.flags.world + source", "place = source"), (MINE, MINE.replace("(epoch & 1) * work.flags.world + ", ""))], "R"),
+    "sends into the other slot": ([(MINE, MINE.replace("(epoch & 1)", "(1 - (epoch & 1))"))], "RW"),
+    "sends into the receiver's place": ([(MINE, MINE.replace("work.flags.rank, head", "receiver(work, block), head"))], "RW"),
+    "loads the place of another source": ([("place = (work.epoch & 1) * work.flags.world + source", "place = (work.epoch & 1) * work.flags.world + (source + 1) % work.flags.world")], "RW"),
+    # what is sent, who is told
+    "heads of the first block only": ([("return t % 2, block // reach(work) * work.height + t // 2 // high", "return t % 2, t // 2 // high")], "RW"),
+    "half of the keys to everybody": ([("(receiver(work, block) > work.flags.rank) & (row >= work.cols // 2)", "row >= work.cols // 2")], "RW"),
+    "half of the keys to the wrong ranks": ([("(receiver(work, block) > work.flags.rank) &", "(receiver(work, block) < work.flags.rank) &")], "RW"),
+    "tells another receiver": ([(SIGNAL, SIGNAL.replace("receiver(work, block)", "receiver(work, block + 1)"))], "RD"),
+    "raises the first block's flag for all": ([(SIGNAL, SIGNAL.replace("b * work.flags.world + ", ""))], "RD"),
+    "sends to one too few": ([("return flags.world - 1 - flags.rank * (1 if", "return flags.world - 2 - flags.rank * (0 if")], "D"),
+    "does not tell those who see nothing": ([(NOTHING, "pass")], "RD"),
+    "expects too few bytes": ([("att.BN * att.D * 2)\n    if is_v", "att.BN * att.D)\n    if is_v")], "RDP"),
+    # the mask
+    "the diagonal of earlier ranks too": ([("gl.where(source == work.flags.rank, own, offset)", "gl.where(source <= work.flags.rank, own, offset)")], "W"),
+    "no diagonal": ([("gl.where(source == work.flags.rank, own, offset)", "offset")], "W"),
+    "a second piece masked as the first": ([("own = piece * (work.rows - work.padded)", "own = 0 * piece")], "W"),
+    "all of the earlier ranks' keys": ([("gl.where(source < work.flags.rank, cols // work.PIECES, cols)", "cols")], "RW"),
+    "later ranks for the first piece": ([("gl.where(row < work.padded, work.flags.rank, last)", "last")], "RDW"),
+    # the end
+    "does not make sure of all peers": ([("        gl.wait_all(work.flags, 0, work.flags.world, work.epoch, skip=work.flags.rank)\n", "        pass\n")], "R"),
+    "communicators do not end the call": ([("    finish(work)\n\n\n", "    pass\n\n\n")], "RDW"),
+    "ends counted without order": ([(OWN, OWN.replace("acq_rel", "relaxed"))], "R"),
+    "the count of ends is not put back": ([('            gl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")\n', "")], "RDW"),
+    "the epoch is not advanced": ([('            gl.atomic_xchg(state + EPOCH, work.epoch, sem="relaxed", scope="gpu")\n', "            pass\n")], "RDW"),
+    # harmless
+    "a fence more": ([("        gl.fence_proxy_async()\n", "        gl.fence_proxy_async()\n        gl.fence_proxy_async()\n")], None),
+    "remembers nothing": ([("known = block + 1", "known = known")], None),
+}  # fmt: skip
+
+
+def calls():
+    """Three calls of three ranks: two blocks of a head or two, by two communicators; of zigzag and of contiguous shards."""
+    found = []
+    for placement in ("zigzag", "contiguous"):
+        kw = dict(causal=True, placement=placement, plan=plan(comm_sms=2))
+        found.append([(whole(1, 6, 3, 3 * 100, 64, dtype=torch.bfloat16, seed=i), kw) for i in range(3)])
+    return found
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_an_edit_is_judged_rightly(name, monkeypatch, tmp_path):
+    edits, expected = MUTANTS[name]
+    put_edited(NAME, edits, monkeypatch, tmp_path)
+    judge(NAME, calls(), expected)
