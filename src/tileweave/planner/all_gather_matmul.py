@@ -54,11 +54,16 @@ def computing_sms(problem: Problem, plan: Plan) -> int:
     return problem.sms if plan.schedule == "none" else problem.sms - plan.comm_sms
 
 
+def item_tiles(plan: Plan) -> int:
+    """Tiles that a communicator carries at once, as device code has it."""
+    return 1 if plan.mechanism == "register" else 1 + plan.tile[1] // plan.tile[0]
+
+
 def block_tiles(problem: Problem, plan: Plan, flags: int) -> int:
-    """Rows of tiles in a block, for each of which a source has one of `flags` flags. A block has four tiles for each
+    """Rows of tiles in a block, for each of which a source has one of `flags` flags. A block has four items for each
     communicator, where the shard is so large, lest counting and telling take longer than pushing."""
     tiles, k_steps = row_tiles(problem, plan.tile), math.ceil(problem.k / plan.tile[2])
-    return max(math.ceil(tiles / flags), min(tiles, math.ceil(4 * plan.comm_sms / k_steps)))
+    return max(math.ceil(tiles / flags), min(tiles, math.ceil(4 * plan.comm_sms * item_tiles(plan) / k_steps)))
 
 
 def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:

@@ -75,3 +75,16 @@ def finish_all(mm, epoch):
 def operand_buf(mm, at, like):
     """The buffer of A at a place in the ring, in the shape that descriptor `like` moves."""
     return gl.reinterpret(mm.a_bufs.index(at.slot), like.dtype, like.block_shape, like.layout)
+
+
+@gl.jit
+def place_buf(mm, at, J: gl.constexpr, like):
+    """The J-th tile of A at a place in the ring, in the shape that descriptor `like` moves: the buffer of B takes some too.
+    A communicator that carries as many at once keeps enough bytes in flight to hide the latency of memory."""
+    if J == 0:
+        return operand_buf(mm, at, like)
+    else:
+        bufs = gl.reinterpret(
+            mm.b_bufs.index(at.slot), like.dtype, [mm.BN // mm.BM] + like.block_shape, like.layout
+        )  # fmt: skip
+        return bufs.index(J - 1)

@@ -39,7 +39,7 @@ copies run beside it: to r-1 first, block by block, behind each the word or word
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.communicator import copy_blocks, finish_all, operand_buf, send_blocks
+from tileweave.tiles.communicator import copy_blocks, finish_all, operand_buf, place_buf, send_blocks
 from tileweave.tiles.matmul import (
     EPOCH,
     OWN_WORDS,
@@ -112,7 +112,7 @@ class Work:
     rows: gl.tensor
     blocks: gl.tensor  # of a shard
     block_tiles: gl.tensor  # rows of tiles in one
-    share: gl.tensor  # of a block: tiles for each communicator
+    share: gl.tensor  # of a block: items for each communicator
     COLUMNS: gl.constexpr
     HAS_BIAS: gl.constexpr
     SCALED: gl.constexpr
@@ -280,11 +280,9 @@ def load(work, at, bar, owner, row, col, step, epoch, there):
 
 
 @gl.jit
-def tile_of(work, block, i):
-    """(row, K step) of this CTA's i-th tile of a block, which is counted over all receivers; from beyond the end where
-    the communicators do not divide the block."""
+def tile_of(work, block, t):
+    """(row, K step) of the t-th tile of a block; from beyond the end where the communicators do not divide the block."""
     mm = work.matmul
-    t = i * mm.COMM_SMS + gl.program_id(0)
     row = (block % work.blocks * work.block_tiles + t // mm.k_steps) * mm.BM
     return gl.where(t < work.block_tiles * mm.k_steps, row, work.rows), t % mm.k_steps
 
@@ -298,26 +296,31 @@ def receiver(work, block):
 
 @gl.jit
 def fetch(work, block, i, at):
-    """Communicator: a tile of own rows."""
+    """Communicator: as many tiles of own rows as operands leave room for."""
     mm = work.matmul
-    row, step = tile_of(work, block, i)
-    gl.mbarrier_expect(mm.ring.ready_at(at), mm.BM * mm.BK * (work.a.dtype.primitive_bitwidth // 8))
-    gl.tma_load(work.a, [row, step * mm.BK], mm.ring.ready_at(at), mm.a_bufs.index(at.slot))
+    TILES: gl.constexpr = 1 + mm.BN // mm.BM  # in a place of the ring, with what is meant for B
+    gl.mbarrier_expect(mm.ring.ready_at(at), TILES * mm.BM * mm.BK * (work.a.dtype.primitive_bitwidth // 8))
+    for j in gl.static_range(TILES):
+        row, step = tile_of(work, block, (i * mm.COMM_SMS + gl.program_id(0)) * TILES + j)
+        gl.tma_load(work.a, [row, step * mm.BK], mm.ring.ready_at(at), place_buf(mm, at, j, work.a))
 
 
 @gl.jit
 def send(work, block, i, at, epoch):
-    """Communicator: push it into this rank's place in a slot."""
-    row, step = tile_of(work, block, i)
-    where = [place(work, work.flags.rank, epoch), row, step * work.slots.block_shape[3]]
-    gl.store_async(work.slots, receiver(work, block), where, operand_buf(work.matmul, at, work.slots))
+    """Communicator: push them into this rank's place in a slot."""
+    mm = work.matmul
+    TILES: gl.constexpr = 1 + mm.BN // mm.BM  # in a place of the ring, with what is meant for B
+    for j in gl.static_range(TILES):
+        row, step = tile_of(work, block, (i * mm.COMM_SMS + gl.program_id(0)) * TILES + j)
+        where = [place(work, work.flags.rank, epoch), row, step * work.slots.block_shape[3]]
+        gl.store_async(work.slots, receiver(work, block), where, place_buf(mm, at, j, work.slots))
 
 
 @gl.jit
 def copy_tile(work, block, i, epoch):
     """Communicator, BY_REGISTERS: a tile of own rows, 128 bytes wide, 16 bytes of a thread at a time."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    row, step = tile_of(work, block, i)
+    row, step = tile_of(work, block, i * work.matmul.COMM_SMS + gl.program_id(0))
     rows = row + gl.arange(0, work.matmul.BM, gl.SliceLayout(1, L))[:, None]
     cols = step * 64 + gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
     own = work.at.a + rows.to(gl.int64) * (work.at.a_lines * 8) + cols

@@ -22,7 +22,7 @@ from tileweave.ops.all_gather_matmul.places import (
 from tileweave.ops.contract import Site
 from tileweave.ops.descriptors import ALIGN, Box, as_operand, by_rows, in_one_piece, is_addressable, slots_box
 from tileweave.planner import Plan
-from tileweave.planner.all_gather_matmul import block_tiles, computing_sms, tiles_of
+from tileweave.planner.all_gather_matmul import block_tiles, computing_sms, item_tiles, tiles_of
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, whole_tiles
 
 Tensors = Sequence[torch.Tensor]
@@ -263,7 +263,7 @@ def steps_of(
         tail = (
             channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, *ns, *[0] * (MAX_B - len(ns)),
             call.rows, call.k, whole, plan.split, math.ceil(math.ceil(call.rows / bm) / height), height,
-            math.ceil(height * k_steps / max(plan.comm_sms, 1)),
+            math.ceil(height * k_steps / max(plan.comm_sms * item_tiles(plan), 1)),
             world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, call.out_dtype.itemsize),
             plan.split > 1, GROUP_ROWS, b_t, len(ns), call.bias, call.scaled, call.by_column, call.return_gathered,
             plan.schedule == "intra_sm", plan.mechanism == "register", last, 1 if by_copies else 2, per, comm_sms,
