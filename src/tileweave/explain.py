@@ -1,6 +1,7 @@
 """`explain`: what a call would do, without doing it."""
 
 from collections.abc import Callable
+from inspect import signature
 
 from tileweave.ops import all_gather_matmul as _all_gather_matmul
 from tileweave.ops import collectives as _collectives
@@ -27,8 +28,14 @@ ROUTES: dict[str, Callable[..., Route]] = {
 def explain(op: str, /, *args, **kwargs) -> Route:
     """The path that `op` would take with these arguments: backend, fused or not, reason, plan, predicted time.
 
-    Takes the arguments of the op itself, launches nothing, and raises what the op would raise.
+    Takes the arguments of the op itself, launches nothing, and raises what the op would raise; TypeError, with the op's
+    signature, unless the arguments fit it.
     """
     if op not in ROUTES:
         raise ValueError(f"explain: no op named {op!r}; there is {', '.join(sorted(ROUTES))}")
+    takes = signature(ROUTES[op])
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"explain: {error}; the op is {op}{takes.replace(return_annotation=takes.empty)}") from None
     return ROUTES[op](*args, **kwargs)

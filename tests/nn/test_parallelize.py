@@ -116,6 +116,33 @@ def test_what_is_no_plan_or_no_group():
         parallelize(Model(), "column")
     with pytest.raises(TypeError, match="group: expected"):
         parallelize(Model(), {"head": "column"}, group=2)
+
+
+OPTIONS = [
+    (dict(sequence_dim="1"), TypeError, "sequence_dim must be an int, got '1'"),
+    (dict(sequence_dim=None), TypeError, "sequence_dim must be an int, got None"),
+    (dict(sequence_parallel=1), TypeError, "sequence_parallel must be True or False, got 1"),
+    (dict(max_sms=2.0), TypeError, "max_sms must be an int or None, got 2.0"),
+    (dict(max_sms=True), TypeError, "max_sms must be an int or None, got True"),
+    (dict(max_sms=0), ValueError, "max_sms must be at least 1, or None for all, got 0"),
+]
+
+
+@pytest.mark.parametrize("options, error, text", [*OPTIONS, (dict(seed="1"), TypeError, "seed must be an int or None")])
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_options_of_other_types_are_refused_when_a_layer_is_made(kind, options, error, text):
+    with pytest.raises(error, match=f"{kind.__name__}: {text}"):
+        kind(8, 8, **options)
+
+
+@pytest.mark.parametrize(
+    "options, error, text", [*OPTIONS, (dict(regather="no"), TypeError, "regather must be True or")]
+)
+def test_options_of_other_types_are_refused_before_anything_is_replaced(options, error, text):
+    model = Model()
+    with pytest.raises(error, match=f"plan: head: ColumnParallelLinear: {text}"):
+        parallelize(model, {"head": Column(**options)})
+    assert type(model.head) is nn.Linear
     with pytest.raises(TypeError, match=r"linear must be a torch\.nn\.Linear, got Embedding"):
         ColumnParallelLinear.from_linear(nn.Embedding(2, 2))
 

@@ -218,7 +218,16 @@ WRONG = [
     ("reduce_scatter", (torch.zeros(5, 3),), {}, ValueError, r"5 in dim=0, not divisible by the world size 2; 4 or 6"),
     ("reduce_scatter", (torch.zeros(4),), dict(op="max"), ValueError, "'sum' or 'avg', got 'max'"),
     ("reduce_scatter", (torch.zeros(4),), dict(deterministic=2), TypeError, "True, False or None, got 2"),
-    ("reduce_scatter", (torch.zeros(4).bool(),), {}, ValueError, "can be summed, got torch.bool"),
+    ("reduce_scatter", (torch.zeros(4).bool(),), {}, ValueError, "can be summed, .* int64.*; got torch.bool"),
+    ("reduce_scatter", (torch.zeros(4).to(torch.uint32),), {}, ValueError, "can be summed, .*got torch.uint32"),
+    ("all_reduce", (torch.zeros(4).to(torch.int16),), {}, ValueError, "bfloat16, float16, float32, .*got torch.int16"),
+    (
+        "all_reduce",
+        (torch.zeros(4).to(torch.float8_e4m3fn),),
+        {},
+        ValueError,
+        "can be summed, .*got torch.float8_e4m3fn",
+    ),
     ("all_reduce", (torch.zeros(4).int(),), dict(op="avg"), ValueError, "floating-point x, got torch.int32"),
     ("all_reduce", (torch.zeros(4),), dict(op=["sum"]), ValueError, "'sum' or 'avg'"),
     (

@@ -314,3 +314,22 @@ def test_wrong_input_raises_on_every_rank_before_anything_is_launched(change, er
 def test_explain_knows_its_ops():
     with pytest.raises(ValueError, match="matmul_reduce_scatter"):
         tw.explain("matmul_all_to_none")
+
+
+@pytest.mark.parametrize(
+    "op, args, kwargs, text",
+    [
+        (
+            "matmul_reduce_scatter",
+            (1,),
+            {},
+            r"missing a required argument: 'b'; the op is matmul_reduce_scatter\(a, b,",
+        ),
+        ("matmul_all_reduce", (1, 2), dict(op="avg"), r"keyword argument 'op'; the op is matmul_all_reduce\(a, b,"),
+        ("all_to_all", (1,), {}, r"required.* argument: 'split_dim'; the op is all_to_all\(x, group=None, \*, split"),
+        ("all_gather", (1, None, 0), {}, r"too many positional arguments; the op is all_gather\(x, group=None, \*,"),
+    ],
+)
+def test_explain_names_the_signature_that_arguments_do_not_fit(op, args, kwargs, text):
+    with pytest.raises(TypeError, match=text):
+        tw.explain(op, *args, **kwargs)

@@ -34,6 +34,20 @@ def test_inference_mode_in_some_ranks_and_not_in_the_next_run(name):
         assert all(torch.equal(x, y) for x, y in zip(outs, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("around_the_world", [False, True])
+def test_what_ops_make_does_not_lie_on_the_default_device(name, around_the_world):
+    def as_on_meta(rank, group):
+        with torch.device("meta"):
+            return CALLS[name](group)
+
+    with tw.virtual_world(2, device="cpu") as world:
+        expected = world.run(lambda rank, group: CALLS[name](group))
+    with torch.device("meta" if around_the_world else "cpu"), tw.virtual_world(2, device="cpu") as world:
+        outs = world.run(as_on_meta)
+    assert all(torch.equal(x, y) for x, y in zip(outs, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -44,7 +44,6 @@ MUTANTS = {
     "a block of one owner left out": ([("(work.flags.world - 1) * work.blocks, work.share", "(work.flags.world - 1) * work.blocks - 1, work.share")], "D"),
     # who is told, and what own tiles wait for
     "one flag for all blocks": ([(TOLD, "work.flags.rank, epoch)")], "RD"),
-    "raises the flags of later blocks too": ([(TELL, "    for b in range(block % work.blocks, work.blocks):\n        gl.signal(work.flags, owner_of(work, phase), b * work.flags.world + work.flags.rank, epoch)\n")], "R"),
     "tells the next receiver": ([("gl.signal(work.flags, owner_of(work, phase), block", "gl.signal(work.flags, (owner_of(work, phase) + 1) % work.flags.world, block")], "RD"),
     "own tiles wait for the first block": ([("first = phase - work.flags.rank if work.INTER else 0", "first = 0")], "RD"),
     "own tiles do not wait": OF_BOTH["does not wait for the peers"][1:],
@@ -61,6 +60,21 @@ MUTANTS = {
 }  # fmt: skip
 
 
+# One communicator, which has sent less than all of a block when it tells of the one before.
+ALONE = dict(PROBLEM, sms=4, comm_sms=1)
+OF_LATER_BLOCKS = [
+    (
+        TELL,
+        "    for b in range(block % work.blocks, work.blocks):\n        gl.signal(work.flags, owner_of(work, phase), b * work.flags.world + work.flags.rank, epoch)\n",
+    )
+]
+
+
+def test_raised_flags_of_later_blocks_are_found(monkeypatch, tmp_path):
+    put_edited(KERNEL, OF_LATER_BLOCKS, monkeypatch, tmp_path)
+    judge([ALONE], "R")
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_an_edit_is_judged_rightly(name, monkeypatch, tmp_path):
     edits, expected = MUTANTS[name]
@@ -69,4 +83,4 @@ def test_an_edit_is_judged_rightly(name, monkeypatch, tmp_path):
 
 
 def test_without_an_edit_nothing_is_found():
-    judge([PROBLEM], None)
+    judge([PROBLEM, ALONE], None)

@@ -1,6 +1,7 @@
 """The planner: choices, refusals and predictions."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -119,6 +120,34 @@ def test_blocks_cover_an_owners_tiles_with_the_flags_and_counters_there_are(worl
     assert (blocks - 1) * tiles < per <= blocks * tiles
     assert 2 * world * blocks <= FIRST_SHARE.value  # flags of an op
     assert (2 * world - 1) * blocks <= STATE_WORDS - 2  # words of `state`
+
+
+@pytest.mark.parametrize(
+    "field, value, legal",
+    [
+        ("stages", "4", "plan.stages must be an int, got '4'"),
+        ("comm_sms", True, "plan.comm_sms must be an int, got True"),
+        ("split", 1.5, "plan.split must be an int, got 1.5"),
+        ("schedule", None, "plan.schedule must be a string, got None"),
+        ("mechanism", 1, "plan.mechanism must be a string, got 1"),
+        ("reason", 1, "plan.reason must be a string, got 1"),
+        ("tile", 128, "plan.tile must be three ints, rows, columns and K step, got 128"),
+        ("tile", (128, 256.0, 64), r"plan.tile must be three ints, .*got \(128, 256.0, 64\)"),
+        ("predicted_us", "soon", "plan.predicted_us must be a number of microseconds or None, got 'soon'"),
+    ],
+)
+def test_a_field_of_another_type_is_refused_by_name(field, value, legal):
+    with pytest.raises(TypeError, match=legal):
+        Plan(**{field: value})
+    text = json.dumps({**Plan().to_dict(), field: value})
+    if isinstance(json.loads(text)[field], bool | str | float | int | None):
+        with pytest.raises(ValueError, match=legal):
+            Plan.from_json(text)
+
+
+def test_a_plan_of_legal_types_comes_back_from_its_text():
+    plan = Plan("tma", "inter_sm", [64, 128, 64], 3, 2, 4, 12)
+    assert plan.tile == (64, 128, 64) and Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_float32_message_has_fewer_buffers_and_still_fits():

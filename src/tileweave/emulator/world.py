@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -117,8 +118,10 @@ class World:
             cta = CTA(self, host.rank, None, HOST_LAUNCH, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
         try:
-            # Ranks may run in inference mode: what they made there can be written only in it.
-            with torch.inference_mode():
+            # Ranks may run in inference mode: what they made there can be written only in it. Tiles are on the CPU;
+            # to say so where the default device is the CPU anyway would slow them down.
+            elsewhere = torch.get_default_device().type != "cpu"
+            with torch.inference_mode(), torch.device("cpu") if elsewhere else nullcontext():
                 self._schedule()
             self._conclude()
             return [host.result for host in self.hosts]

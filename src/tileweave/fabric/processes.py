@@ -303,8 +303,8 @@ class ProcessFabric(DistributedFabric):
             self._memory(2 * staging_bytes, multicast=self._why_unicast is None),
         )
         words = flags.tensor(torch.int32)
-        report = torch.zeros(REPORT_WORDS, dtype=torch.int32, pin_memory=True)
-        address = torch.tensor([report.data_ptr()], dtype=torch.int64).view(torch.int32)
+        report = torch.zeros(REPORT_WORDS, dtype=torch.int32, device="cpu", pin_memory=True)
+        address = torch.tensor([report.data_ptr()], dtype=torch.int64, device="cpu").view(torch.int32)
         words[self.rank, REPORT : REPORT + 2] = address.to(self.device)
         torch.cuda.synchronize(self.device)
         state = torch.zeros(STATE_WORDS, dtype=torch.int32, device=self.device)

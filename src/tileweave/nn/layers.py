@@ -47,7 +47,8 @@ class ColumnParallelLinear(ParallelLinear):
     torch.nn.Linear. Forward and backward passes are collective: all ranks make them in the same order.
 
     Raises:
-        ValueError: out_features is not divisible; the input's shape is wrong. And whatever the ops raise.
+        TypeError, ValueError: an option is not what it must be; out_features is not divisible; the input's shape is
+            wrong. And whatever the ops raise.
     """
 
     SPLIT: ClassVar = {"weight": 0, "bias": 0}
@@ -55,6 +56,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def __init__(self, *args: Any, regather: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._check_options(regather=regather)
         self.regather = regather
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

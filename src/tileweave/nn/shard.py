@@ -38,6 +38,9 @@ class ParallelLinear(nn.Module):
         seed: int | None = None,
     ):
         super().__init__()
+        self._check_options(
+            bias=bias, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, max_sms=max_sms, seed=seed
+        )
         self.in_features, self.out_features = in_features, out_features
         self.group = resolve_group(group)
         self.rank, self.world_size = _place(self.group)
@@ -54,6 +57,20 @@ class ParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(self.part_shape("weight"), **kind))
         self.bias = nn.Parameter(torch.empty(self.part_shape("bias"), **kind)) if bias else None
         self.reset_parameters()
+
+    def _check_options(self, **options: Any) -> None:
+        """TypeError or ValueError for a value that forward would choke on."""
+        name = type(self).__name__
+        for word, value in options.items():
+            if word in ("bias", "sequence_parallel", "regather"):
+                if not isinstance(value, bool):
+                    raise TypeError(f"{name}: {word} must be True or False, got {value!r}")
+            elif (value is None and word == "sequence_dim") or not (value is None or type(value) is int):
+                raise TypeError(
+                    f"{name}: {word} must be an int{'' if word == 'sequence_dim' else ' or None'}, got {value!r}"
+                )
+            elif word == "max_sms" and value is not None and value < 1:
+                raise ValueError(f"{name}: max_sms must be at least 1, or None for all, got {value}")
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, group: Group = None, **options: Any) -> Self:

@@ -48,7 +48,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a fused call runs.
+    """How a fused call runs. TypeError for a field of another type.
 
     mechanism: "tma"; schedule: one that the op has, see its docstring; tile: (rows, columns, K step) of a CTA; stages:
     depth of the operand ring; split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate, as
@@ -66,6 +66,16 @@ class Plan:
     _json: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        legal = {str: "a string", int: "an int"}
+        for name, kind in (
+            ("mechanism", str), ("schedule", str), ("stages", int), ("split", int), ("comm_sms", int), ("reason", str),
+        ):  # fmt: skip
+            if type(value := getattr(self, name)) is not kind:  # a bool is no number here
+                raise TypeError(f"plan.{name} must be {legal[kind]}, got {value!r}")
+        if not isinstance(self.tile, tuple | list) or any(type(size) is not int for size in self.tile):
+            raise TypeError(f"plan.tile must be three ints, rows, columns and K step, got {self.tile!r}")
+        if self.predicted_us is not None and type(self.predicted_us) not in (int, float):
+            raise TypeError(f"plan.predicted_us must be a number of microseconds or None, got {self.predicted_us!r}")
         object.__setattr__(self, "tile", tuple(self.tile))
         # Written here once, as torch.compile cannot trace the encoder, but it can read, and guard, a string.
         object.__setattr__(self, "_json", json.dumps(self.to_dict()))
@@ -90,7 +100,7 @@ class Plan:
         """The plan that `to_json` wrote. ValueError if `text` is no JSON object of a plan's fields."""
         try:
             values = json.loads(text)
-            return cls(**{**values, "tile": tuple(values["tile"])})
+            return cls(**values)
         except (ValueError, TypeError, KeyError) as error:
             names = ", ".join(each.name for each in fields(cls) if each.init)
             raise ValueError(f"plan: expected a JSON object with {names}, got {text!r}: {error}") from error

@@ -7,6 +7,11 @@ from typing import Any
 import torch
 
 REDUCTIONS = ("sum", "avg")
+# What a group of torch.distributed can sum, so that a call is right in every world or in none.
+SUMMABLE = (
+    torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64,
+    torch.complex32, torch.complex64, torch.complex128,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,8 @@ def _resized(shape, dim, size) -> tuple[int, ...]:
 def _check_reduction(name, dtype, op) -> None:
     if op not in REDUCTIONS:
         raise ValueError(f"{name}: op must be 'sum' or 'avg', got {op!r}")
-    if dtype is torch.bool:
-        raise ValueError(f"{name}: x must be of a dtype that can be summed, got torch.bool; x.to(torch.int32) would be")
+    if dtype not in SUMMABLE:
+        legal = ", ".join(str(each).removeprefix("torch.") for each in SUMMABLE)
+        raise ValueError(f"{name}: x must be of a dtype that can be summed, {legal}; got {dtype}: x.to(one of them)")
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"{name}: op='avg' needs a floating-point x, got {dtype}; op='sum' would do")

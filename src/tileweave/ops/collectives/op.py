@@ -48,8 +48,8 @@ def reduce_scatter(
 
     Args:
         x: `[..., n, ...]`, the same shape and dtype on all ranks, n in `dim` divisible by the world size. bfloat16,
-            float16 and float32 are summed by the kernel, in rank order in float32, and rounded once; other dtypes that
-            can be summed go through the group's own collective.
+            float16 and float32 are summed by the kernel, in rank order in float32, and rounded once; float64, int8,
+            uint8, int32, int64 and complex numbers go through the group's own collective, others must be converted.
         group: as in `all_gather`.
         dim: any dimension of x, negative ones counted from the end.
         op: "sum", or "avg", for floating-point x: each rank's part divided by the world size before it is added, so
