@@ -1,4 +1,5 @@
-"""Plans of a grouped matmul: which tile, by what is known before anything runs: how many rows and how many experts."""
+"""Plans of a grouped matmul, alone or behind the dispatch of its rows, by what is known before anything runs: how many
+experts, and perhaps how many rows."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,6 +8,9 @@ from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
 from tileweave.planner.tiling import TILINGS, Tile, Tiling, overlapped, part_rows
+
+FLAGS = 448  # of a rank
+MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
 
 
 @dataclass(frozen=True)
@@ -65,3 +69,64 @@ def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
         f"of {problem.rows / problem.experts:.0f} rows on average"
     )
     return replace(plan, predicted_us=round(cost, 1), reason=reason)
+
+
+@dataclass(frozen=True)
+class DispatchProblem:
+    """One dispatch + grouped matmul as every rank sees it: `experts` of the rank with most, [k, n] each expert's
+    matrix, 16-bit; sms: SMs the kernel may use on this rank."""
+
+    world: int
+    experts: int
+    n: int
+    k: int
+    sms: int
+
+
+def placers_of(plan: Plan) -> int:
+    """Of the SMs that communicate, those that wait for rows and place them; the others send."""
+    return max(plan.comm_sms // 2, 1)
+
+
+def unfusable(problem: DispatchProblem) -> str | None:
+    """Why no plan can run `problem`; None if some can."""
+    if problem.world == 1:
+        return "a world of one has nobody to send to"
+    if problem.world > MOST_RANKS:
+        return f"the group has {problem.world} ranks, the kernel has flags for {MOST_RANKS}"
+    if problem.sms < 3:
+        return f"one SM has to send, one to place and one to multiply, and a rank has {problem.sms}"
+    if problem.experts > MOST_EXPERTS:
+        return f"a rank has {problem.experts} experts, the kernel counts up to {MOST_EXPERTS}"
+    return None
+
+
+def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` cannot run `problem`, naming the legal values; None if it can, or no plan can."""
+    if unfusable(problem) is not None:
+        return None
+    if plan.mechanism != "tma" or plan.schedule != "inter_sm":
+        return (
+            f"plan.mechanism={plan.mechanism!r}, plan.schedule={plan.schedule!r}: moe_dispatch_matmul has 'tma' and "
+            "'inter_sm'"
+        )
+    most = min(problem.sms - 1, FLAGS // (problem.world + 1))
+    if not 2 <= plan.comm_sms <= most:
+        return f"plan.comm_sms={plan.comm_sms}: expected 2 to {most} of {problem.sms} SMs"
+    if plan.split != 1:
+        return f"plan.split={plan.split}: moe_dispatch_matmul has 1"
+    return core.untileable(plan, 2, hardware)
+
+
+def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Plan:
+    """The plan for experts of many rows, as training has them: an eighth of the SMs communicate."""
+    comm_sms = min(max(problem.sms // 8 // 2 * 2, 2), problem.sms - 1, FLAGS // (problem.world + 1))
+    rows = 512 * problem.experts  # of what a rank takes in nothing is known
+    grouped = GroupedProblem(rows, problem.experts, problem.n, problem.k, problem.sms - comm_sms)
+    chosen = candidates(grouped, hardware)[0][1]
+    reason = (
+        "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
+        f"{comm_sms} of {problem.sms} SMs); tiles of {chosen.tile[0]} x {chosen.tile[1]} are the cheapest for experts "
+        "of many rows"
+    )
+    return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)

@@ -1,16 +1,19 @@
 # ruff: noqa: E501  (a mutant per row)
 """grouped_matmul in the emulator, its fallback, its contract and its gradients."""
 
+import importlib.util
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.mutants import SOURCES, put_edited
+from tests.ops.mutants import SOURCES
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
-from tileweave.ops.grouped_matmul import reference
+from tileweave.ops.grouped_matmul import launch, reference
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 
 SIZES = {
@@ -143,32 +146,47 @@ def test_what_explain_says():
     assert route.fused and route.predicted_us > 0 and "3 experts" in route.reason
 
 
-KERNEL = "ops/grouped_matmul/kernel.py"
+KERNEL, GROUPED = "ops/grouped_matmul/kernel.py", "tiles/grouped.py"
 MUTANTS = {  # an edit, and what it must lead to: R race, D deadlock, P protocol error, W a wrong result; None: nothing
-    "a ragged part by TMA": ([("if row + work.matmul.ROWS <= end:", "if row < end:")], "RW"),
-    "no ragged part": ([("    elif row < end:\n", "    elif row < 0:\n")], "W"),
-    "a row too many": ([("mask=(rows < end)[:, None]", "mask=(rows <= end)[:, None]")], "RWP"),
-    "columns beyond the result": ([(" & (cols < n)[None, :])", ")")], "RWP"),
-    "tiles of the next expert": ([("return gl.load(entry), row, row", "return gl.load(entry) + 1, row, row")], "WP"),
-    "a multiplier leaves too much out": ([("gl.where(row < end_of(work, expert)", "gl.where(row + 8 < end_of(work, expert)")], "W"),
-    "a table that ends early": ([("gl.minimum(before + tiles, limit))", "gl.minimum(before, limit))")], "W"),
-    "tiles of empty experts": ([("gl.cdiv(gl.maximum(end - start, 0), BM)\n    return", "gl.cdiv(gl.maximum(end - start, 1), BM)\n    return")], "WRP"),
-    "rows beyond left as they were": ([("    zero_rows(out, gl.maximum", "    zero_rows(out, rows + gl.maximum")], "W"),
-    "a multiplier leaves nothing out": ([("return gl.where(row < end_of(work, expert), steps, 0)", "return steps")], None),
+    "a ragged part by TMA": (GROUPED, [("if row + mm.ROWS <= end:", "if row < end:")], "RW"),
+    "no ragged part": (GROUPED, [("    elif row < end:\n", "    elif row < 0:\n")], "W"),
+    "a row too many": (GROUPED, [("mask=(rows < end)[:, None]", "mask=(rows <= end)[:, None]")], "RWP"),
+    "columns beyond the result": (GROUPED, [(" & (cols < n)[None, :])", ")")], "RWP"),
+    "tiles of the next expert": (KERNEL, [("return gl.load(entry), row, row", "return gl.load(entry) + 1, row, row")], "WP"),
+    "a multiplier leaves too much out": (KERNEL, [("gl.where(row < end_of(", "gl.where(row + 8 < end_of(")], "W"),
+    "a table that ends early": (KERNEL, [("gl.minimum(before + tiles, limit))", "gl.minimum(before, limit))")], "W"),
+    "tiles of empty experts": (KERNEL, [("gl.cdiv(gl.maximum(end - start, 0), BM)\n    return", "gl.cdiv(gl.maximum(end - start, 1), BM)\n    return")], "WRP"),
+    "rows beyond left as they were": (KERNEL, [("    zero_rows(out, gl.maximum", "    zero_rows(out, rows + gl.maximum")], "W"),
+    "a multiplier leaves nothing out": (KERNEL, [("return gl.where(row < end_of(work.offsets, expert, work.rows), steps, 0)", "return steps")], None),
 }  # fmt: skip
+
+
+def put_edited(file, edits, monkeypatch, folder):
+    """Put both kernels, with edits (old, new) of `file`, in place of the real ones."""
+    found = {}
+    for path in (GROUPED, KERNEL):
+        text = (SOURCES / path).read_text()
+        for old, new in edits if path == file else ():
+            assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
+            text = text.replace(old, new)
+        if path == KERNEL:
+            text = text.replace("from tileweave.tiles.grouped import", f"from {found[GROUPED]} import")
+        found[path] = name = f"mutant_{folder.name}_{Path(path).stem}"
+        target = folder / f"{name}.py"
+        target.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, target)
+        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(sys.modules[name])
+    for kernel in ("grouped_tiles_kernel", "grouped_matmul_kernel"):
+        monkeypatch.setattr(launch, kernel, getattr(sys.modules[found[KERNEL]], kernel))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_an_edit_is_judged_rightly(name, monkeypatch, tmp_path):
-    edits, expected = MUTANTS[name]
+    file, edits, expected = MUTANTS[name]
     given = problem([3, 0, 70, 130, 9], beyond=5, seed=1)
     plan = Plan(tile=(128, 64, 64), stages=2)
-    put_edited(KERNEL, edits, monkeypatch, tmp_path, "grouped_matmul")
-    assert (SOURCES / KERNEL).is_file()
-    monkeypatch.setattr(
-        "tileweave.ops.grouped_matmul.launch.grouped_tiles_kernel",
-        __import__(f"mutant_{tmp_path.name}_kernel").grouped_tiles_kernel,
-    )
+    put_edited(file, edits, monkeypatch, tmp_path)
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     try:
         assert_right(emulated(lambda: tw.grouped_matmul(*given, plan=plan), seed=2), *given)

@@ -4,10 +4,15 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.moe.problems import assert_right, problem, run, truth
+from tests.fabric.test_virtual import capture
+from tests.ops.moe.problems import assert_right, problem, run, there_and_back, truth
+from tests.ops.moe.test_dispatch import plan
 from tests.ops.moe.test_moe import gradients, true_gradients
+from tileweave import FabricTimeout
+from tileweave.fabric import fabric_of
 
 pytestmark = pytest.mark.gpu
+NAME = "moe_dispatch_matmul"
 
 
 @pytest.mark.parametrize("routing", ["random", "skewed", "one", "empty", "same"])
@@ -21,11 +26,81 @@ def test_worlds_and_routings(tokens, experts, k, routing):
             assert_right([out for out, *_ in run(world, p, **options)], truth(p))
 
 
-def test_gradients():
+@pytest.mark.parametrize("comm_sms", [2, 3, 8, 16])
+@pytest.mark.parametrize(
+    "tile, stages", [((128, 256, 64), 4), ((64, 256, 64), 5), ((64, 64, 64), 10), ((256, 128, 64), 4)]
+)
+def test_tiles_and_communicators(tile, stages, comm_sms):
+    p = problem([200, 333], 12, 4, 520, 264, device="cuda")
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
+        for _ in range(3):
+            results = run(world, p, second=False, plan=plan(tile, stages, comm_sms))
+            assert_right([out for out, *_ in results], truth(p, second=False))
+
+
+def test_512_experts_and_many_tokens():
+    p = problem([3000, 2500], 512, 8, 256, 128, device="cuda")
+    sample = torch.arange(0, 2500, 97)
+    p_sample = type(p)(*([each[sample] for each in given] for given in (p.x, p.index, p.weight)), p.w, p.gate, p.down)
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
+        results = run(world, p)
+    assert_right([out[sample] for out, *_ in results], truth(p_sample))
+
+
+@pytest.mark.parametrize("capacity", [None, 512])
+def test_gradients(capacity):
     p = problem([70, 0, 40], 7, 2, 136, 72, device="cuda")
     seeds = [torch.randn(x.shape, device="cuda") for x in p.x]
     with tw.virtual_world(3, device="cuda", timeout=5.0) as world:
-        got = world.run(lambda rank, group: gradients(p, rank, group, seeds))
+        got = world.run(lambda rank, group: gradients(p, rank, group, seeds, capacity=capacity))
     for mine, goal in zip(got, true_gradients(p, seeds), strict=True):
         for g, true in zip(mine, goal, strict=True):
             assert (g.float() - true).norm() <= 0.03 * true.norm() + 1e-6
+
+
+def test_replays_with_new_routing():
+    problems = [
+        problem([96, 80], 9, 3, 136, 72, seed=i, routing=r, device="cuda")
+        for i, r in enumerate(("random", "same", "skewed", "empty"))
+    ]
+    same = problems[0]
+    for p in problems[1:]:
+        p.w, p.gate, p.down = same.w, same.gate, same.down
+
+    def rank_program(rank, group):
+        x, index, weight = (each[rank].clone() for each in (same.x, same.index, same.weight))
+        static = type(same)([x] * 2, [index] * 2, [weight] * 2, same.w, same.gate, same.down)
+
+        def call():
+            return there_and_back(static, rank, group, capacity=600, max_tokens=96)[0]
+
+        with torch.no_grad():
+            call()
+            torch.cuda.synchronize()
+            fabric_of(group).rendezvous()
+            graph, out = capture(call)
+        found = []
+        for i in range(40):
+            p = problems[3 * i % len(problems)]
+            for mine, new in ((x, p.x), (index, p.index), (weight, p.weight)):
+                mine.copy_(new[rank])
+            fabric_of(group).rendezvous()
+            graph.replay()
+            found.append(out.clone())
+        return found
+
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
+        by_rank = world.run(rank_program)
+    for i, outs in enumerate(zip(*by_rank, strict=True)):
+        assert_right(outs, truth(problems[3 * i % len(problems)]))
+
+
+def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
+    """Rank 1 has fallen a call behind for good: its peers wait for tokens that never come."""
+    p = problem([90, 80, 70], 9, 3, 136, 72, device="cuda")
+    with tw.virtual_world(3, device="cuda", timeout=1.0) as world:
+        run(world, p)
+        world.workspace.ops[NAME].state[1, 0] -= 1
+        with pytest.raises(FabricTimeout, match=rf"{NAME}: rank \d waited"):
+            run(world, p)
+        assert_right([out for out, *_ in run(world, p)], truth(p))

@@ -1,11 +1,7 @@
 """Grouped matmul: rows that are sorted by expert, each times its expert's matrix, on one GPU.
 
-Where experts begin and end is known on the device only. `grouped_tiles_kernel` makes of it a table of row tiles: expert,
-first row, end. No tile spans two experts, so an expert's last tile may be ragged: its operand has rows of the next
-expert, which are multiplied in vain, and its result must not touch them. A part that is all the expert's goes by TMA,
-one that ends within it by masked stores from registers, one beyond it nowhere; a multiplier whose half of the tile is
-beyond it leaves its K steps out. Tiles go in groups of GROUP row tiles over all columns, across experts: a wave's
-operands stay in L2, and a matrix is read once where an expert has few rows.
+`grouped_tiles_kernel` makes the table of row tiles (tiles/grouped.py) of the experts' ends, `grouped_matmul_kernel` goes
+by it.
 
 | word | written by | read by | order |
 |---|---|---|---|
@@ -15,9 +11,9 @@ There is nobody to wait for, so there are no flags; barriers are the template's.
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.grouped import end_of, entry_of, load_matrix, row_tile, store_part
 from tileweave.tiles.matmul import (
     Matmul,
-    grouped_order,
     make_matmul,
     no_communicator,
     nobody_to_meet,
@@ -26,8 +22,6 @@ from tileweave.tiles.matmul import (
     nothing_more,
     run_matmul,
 )
-
-ENTRY = gl.constexpr(4)  # words of a row tile in the table: expert, first row, end of the expert, nothing
 
 
 @gl.aggregate
@@ -73,6 +67,7 @@ def zero_rows(out, first, rows, n):
     """Zeros in the rows from `first` on, which are no expert's."""
     LANES: gl.constexpr = 32 * gl.num_warps()
     L: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    n = n // 8 * 8  # which it is, as the compiler must know to store 16 bytes at once
     for row in range(first + gl.program_id(0), rows, gl.num_programs(0)):
         for col in range(0, n, 8 * LANES):
             cols = col + gl.arange(0, 8 * LANES, L)
@@ -100,7 +95,7 @@ def grouped_tiles_kernel(
         for first in range(0, tiles, LANES):
             i = first + gl.arange(0, LANES, L)
             there = (i < tiles) & (before + i < limit)
-            entry = table + (1 + before + i) * ENTRY
+            entry = entry_of(table, before + i)
             gl.store(entry, i * 0 + expert, mask=there)
             gl.store(entry + 1, start + i * BM, mask=there)
             gl.store(entry + 2, i * 0 + end, mask=there)
@@ -115,28 +110,10 @@ def grouped_tiles_kernel(
 @gl.jit
 def locate(work, t):
     """The t-th tile: its expert, its row in x and in the result, its column."""
-    cols = gl.cdiv(work.n, work.matmul.BN)
-    last = gl.maximum(work.matmul.tiles - 1, 0)
-    i, j = grouped_order(gl.minimum(t, last), work.matmul.tiles // cols, cols, work.GROUP)
-    entry = work.table + (1 + i) * ENTRY
+    i, j = row_tile(t, work.matmul.tiles, gl.cdiv(work.n, work.matmul.BN), work.GROUP)
+    entry = entry_of(work.table, i)
     row = gl.load(entry + 1)
     return gl.load(entry), row, row, j * work.matmul.BN
-
-
-@gl.jit
-def end_of(work, expert):
-    """The row behind an expert's last one."""
-    return gl.minimum(gl.load(work.offsets + expert), work.rows)
-
-
-@gl.jit
-def load_w(mm, w, at, bar, expert, col, k):
-    """Loader: a tile of an expert's matrix to a place in the ring."""
-    buf = gl.reinterpret(mm.b_bufs.index(at.slot), w.dtype, w.block_shape, w.layout)
-    if mm.B_T:
-        gl.tma_load(w, [expert, col, k], bar, buf)
-    else:
-        gl.tma_load(w, [expert, k, col], bar, buf)
 
 
 @gl.jit
@@ -144,13 +121,13 @@ def load(work, at, bar, expert, row, col, step, epoch, there):
     """Loader: a K step."""
     mm = work.matmul
     gl.tma_load(mm.a_desc, [row, step * mm.BK], bar, mm.a_bufs.index(at.slot))
-    load_w(mm, work.w, at, bar, expert, col, step * mm.BK)
+    load_matrix(mm, work.w, at, bar, expert, col, step * mm.BK)
 
 
 @gl.jit
 def within(work, expert, row, steps):
     """Multiplier: how many K steps its rows take, none if all of them are beyond the expert's."""
-    return gl.where(row < end_of(work, expert), steps, 0)
+    return gl.where(row < end_of(work.offsets, expert, work.rows), steps, 0)
 
 
 @gl.jit
@@ -160,27 +137,10 @@ def epilogue(work, part, at, HALF: gl.constexpr, expert, row, col, LAYOUT: gl.co
 
 
 @gl.jit
-def store_rows(mm, out, end, n, row, col, buf, like):
-    """Storer: rows of a part ahead of `end` to `out` [rows, n], by stores of 16 bytes. `like`: descriptor of the part."""
-    STEP: gl.constexpr = 8  # rows of 128 bytes that are swizzled together
-    LANES: gl.constexpr = mm.WIDTH // 8
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
-    steps = gl.reinterpret(buf, like.dtype, [mm.ROWS // STEP, STEP, mm.WIDTH], like.layout)
-    cols = col + gl.arange(0, mm.WIDTH, gl.SliceLayout(0, L))
-    for i in range(0, gl.cdiv(gl.minimum(end - row, mm.ROWS), STEP)):
-        rows = row + i * STEP + gl.arange(0, STEP, gl.SliceLayout(1, L))
-        where = rows.to(gl.int64)[:, None] * n + cols[None, :]
-        gl.store(out + where, steps.index(i).load(L), mask=(rows < end)[:, None] & (cols < n)[None, :])
-
-
-@gl.jit
 def store(work, expert, row, col, buf, epoch, met):
     """Storer: what of a part is the expert's."""
-    end = end_of(work, expert)
-    if row + work.matmul.ROWS <= end:
-        gl.tma_store(work.out, [row, col], buf)
-    elif row < end:
-        store_rows(work.matmul, work.out_ptr, end, work.n, row, col, buf, work.out)
+    end = end_of(work.offsets, expert, work.rows)
+    store_part(work.matmul, work.out, work.out_ptr, end, work.n, row, col, buf)
 
 
 @gl.jit(do_not_specialize=["rows", "n", "k"])

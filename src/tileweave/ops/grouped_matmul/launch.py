@@ -8,10 +8,11 @@ import torch
 from tileweave.fabric import Fabric, Variant
 from tileweave.ops.descriptors import ALIGN, Box, in_one_piece
 from tileweave.ops.grouped_matmul.check import Call
-from tileweave.ops.grouped_matmul.kernel import ENTRY, grouped_matmul_kernel, grouped_tiles_kernel
+from tileweave.ops.grouped_matmul.kernel import grouped_matmul_kernel, grouped_tiles_kernel
 from tileweave.planner import Plan
 from tileweave.planner.moe import most_row_tiles
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
+from tileweave.tiles.grouped import ENTRY
 
 
 def unfused(x: torch.Tensor, w: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

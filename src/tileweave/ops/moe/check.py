@@ -6,7 +6,18 @@ import torch
 
 from tileweave.fabric import Fabric
 from tileweave.ops.contract import DTYPES
+from tileweave.ops.moe.kernel import STEPS
 from tileweave.ops.moe.routing import Experts, TokenRoute
+from tileweave.ops.route import Route
+from tileweave.planner import H200, Plan
+from tileweave.planner.moe import (
+    DispatchProblem,
+    dispatch_plan_for,
+    most_row_tiles,
+    placers_of,
+    unfusable,
+    unsupported_dispatch,
+)
 
 NAME = "moe_dispatch_matmul"
 ACTIVATIONS = (None, "silu")
@@ -75,6 +86,30 @@ def check_experts(fabric: Fabric, w: torch.Tensor, experts: Any) -> Experts:
             f"numbers {first} to {end - 1}, but w has {w.shape[0]}"
         )
     return found
+
+
+def choose(fabric: Fabric, x: torch.Tensor, w: torch.Tensor, experts: Experts, plan: Plan | None) -> Route:
+    """The path of a dispatch, the same on all ranks; ValueError if it cannot follow the plan."""
+    problem = DispatchProblem(experts.world, experts.most, w.shape[2], w.shape[1], fabric.sms or H200.sms)
+    if plan is not None and (why := unsupported_dispatch(problem, plan)):
+        raise ValueError(f"{NAME}: {why}")
+    refusal = fabric.refusal()
+    if refusal is None and x.device.type != fabric.device.type:
+        refusal = f"x is on {x.device}, the ranks of this world are on {fabric.device}"
+    for name, size in (("H", w.shape[1]), ("I", w.shape[2])):
+        if refusal is None and (size % 8 or size == 0):
+            refusal = f"{name} = {size} is no multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    refusal = refusal or unfusable(problem)
+    if refusal:
+        return Route(NAME, fabric.backend, False, f"{refusal}: tokens by the group's all-to-all, then grouped_matmul")
+    plan = plan or dispatch_plan_for(problem)
+    return Route(NAME, fabric.backend, True, plan.reason, plan)
+
+
+def too_many_rows(plan: Plan, most: int, experts: Experts) -> bool:
+    """Whether a rank of `most` rows may have more row tiles than the kernel's flags can count."""
+    tiles = most_row_tiles(most, experts.most, plan.tile)
+    return tiles > (STEPS.value - 2) * placers_of(plan)
 
 
 def check_rows(name: str, what: str, y: Any, route: Any, world: int) -> None:

@@ -4,7 +4,8 @@ import torch
 
 from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.grouped_matmul import grouped_matmul
-from tileweave.ops.moe.check import NAME, check_dispatch, check_rows
+from tileweave.ops.moe.check import check_dispatch, check_rows, choose, too_many_rows
+from tileweave.ops.moe.launch import products
 from tileweave.ops.moe.routing import TokenRoute, make_route
 from tileweave.ops.moe.unfused import combine, dispatch
 from tileweave.ops.route import Route
@@ -45,7 +46,8 @@ def moe_dispatch_matmul(
         w_gate: as w: the result is silu(x @ w_gate) * (x @ w).
         experts: how many there are in the group; None: E_local on each rank.
         max_tokens: at least T of every rank, the same on all; with a capacity it keeps buffers small.
-        plan: of the grouped matmul, a `Plan`; None: the planner's.
+        plan: a `Plan` to use instead of the planner's, the same on all ranks: tile, stages and communicator SMs, of
+            which half send and half place.
 
     Returns:
         (y, route): y `[R, I]`, R = capacity or what came; rows are sorted by expert (route.offsets has their ends),
@@ -61,14 +63,18 @@ def moe_dispatch_matmul(
     """
     fabric, name = fabric_of(group, x.device if isinstance(x, torch.Tensor) else None), group_name(group)
     found = check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
-    route = make_route(fabric, group, name, topk_index, topk_weight, found, capacity, max_tokens)
-    rows = dispatch(x, route, name)
-    y = grouped_matmul(rows, w, route.offsets, plan=plan)
+    chosen = choose(fabric, x, w, found, plan)
+    align = chosen.plan.tile[0] if chosen.plan else 1
+    route, sends = make_route(fabric, group, name, topk_index, topk_weight, found, capacity, max_tokens, align)
+    matrices = [w] if w_gate is None else [w, w_gate]
+    if chosen.plan is None or too_many_rows(chosen.plan, sends.most, found):
+        rows = dispatch(x, route, name)
+        ys = tuple(grouped_matmul(rows, each, route.offsets) for each in matrices)
+    else:
+        ys = products(fabric, name, x, matrices, route, sends, found.most, chosen.plan)
     if w_gate is not None:
-        y = torch.nn.functional.silu(grouped_matmul(rows, w_gate, route.offsets, plan=plan)) * y
-    elif activation == "silu":
-        y = torch.nn.functional.silu(y)
-    return y, route
+        return torch.nn.functional.silu(ys[1]) * ys[0], route
+    return torch.nn.functional.silu(ys[0]) if activation == "silu" else ys[0], route
 
 
 def moe_combine(y: torch.Tensor, route: TokenRoute, group=None) -> torch.Tensor:
@@ -112,7 +118,5 @@ def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity
                      experts=None, max_tokens=None, plan=None) -> Route:  # fmt: skip
     """What `moe_dispatch_matmul` would do with these arguments; launches nothing, raises what it would raise."""
     fabric = fabric_of(group, x.device)
-    check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
-    return Route(
-        NAME, fabric.backend, False, "tokens by the group's all-to-all, each once to a rank; then grouped_matmul"
-    )
+    found = check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
+    return choose(fabric, x, w, found, plan)

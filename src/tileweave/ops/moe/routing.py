@@ -40,6 +40,15 @@ class TokenRoute:
     group: object
 
 
+class Sends(NamedTuple):
+    """What a kernel needs besides: int64 [T, world], the first row of each own token at each rank, FAR if it has none,
+    where each expert's rows begin at a multiple of `align`; and how many rows the rank with most of them has, or the
+    capacity."""
+
+    first: torch.Tensor
+    most: int
+
+
 class Experts(NamedTuple):
     """How experts are divided among ranks: as torch.tensor_split divides them."""
 
@@ -50,6 +59,11 @@ class Experts(NamedTuple):
         """The first expert of a rank, and the one past its last."""
         each, more = divmod(self.total, self.world)
         return rank * each + min(rank, more), (rank + 1) * each + min(rank + 1, more)
+
+    @property
+    def most(self) -> int:
+        """Those of the rank with most of them."""
+        return -(-self.total // self.world)
 
     def owner(self, expert: torch.Tensor) -> torch.Tensor:
         """The ranks that have these experts."""
@@ -67,7 +81,8 @@ def make_route(
     experts: Experts,
     capacity: int | None,
     max_tokens: int | None,
-) -> TokenRoute:
+    align: int = 1,
+) -> tuple[TokenRoute, Sends]:
     """The route of this rank's tokens in the group called `name`. Collective. Without a capacity the host waits for the
     counts, once."""
     world, (tokens, k) = experts.world, topk_index.shape
@@ -79,7 +94,8 @@ def make_route(
     wanted = _first_rows(torch.where(valid, 0, FAR), owner, tokens, world) < FAR
     told = torch.cat([counts, wanted.sum(0)]).int()
     every = torch.ops.tileweave.all_gather.default(told, name, 0).view(world, -1).long()
-    start, end = _places(every[:, : experts.total], experts)
+    totals = every[:, : experts.total].sum(0)
+    start, end = _places(totals, experts)
     if capacity is None:
         last = torch.stack([end[experts.of(rank)[1] - 1] for rank in range(world)])
         numbers = torch.cat([last, every[:, experts.total :].amax().reshape(1)]).tolist()
@@ -88,11 +104,13 @@ def make_route(
         rows, most, slots = capacity, capacity, min(capacity, max_tokens or capacity)
     place = (start + every[: fabric.rank, : experts.total].sum(0))[known] + ahead
     kept = valid & (place < most)
-    token_slot = _slots(_first_rows(torch.where(kept, place, FAR), owner, tokens, world))
+    apart = _places(totals, experts, align)[0] - start
+    sends = Sends(_first_rows(torch.where(kept, place + apart[known], FAR), owner, tokens, world), most)
+    token_slot = _slots(sends.first)
     at = torch.where(kept, owner * most + place, world * most)
     slot = token_slot[torch.arange(tokens, device=at.device).repeat_interleave(k), owner]
     first, behind = experts.of(fabric.rank)
-    return TokenRoute(
+    route = TokenRoute(
         end[first:behind].clamp(max=rows).int(),
         _row_slots(name, world, at, slot, most, slots)[:rows],
         None if topk_weight is None else _row_weights(name, world, at, topk_weight, most)[:rows],
@@ -103,6 +121,7 @@ def make_route(
         slots,
         group,
     )
+    return route, sends
 
 
 def _counted(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,10 +134,10 @@ def _counted(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return counts[:-1], torch.empty_like(expert).scatter_(0, order, ahead)
 
 
-def _places(rows_of: torch.Tensor, experts: Experts) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first row of each expert at its rank, and the one past its last, of how many rows [world, experts] each rank
-    has for it."""
-    totals = rows_of.sum(0)
+def _places(totals: torch.Tensor, experts: Experts, align: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first row of each expert at its rank, and the one past its last, of how many it has, rounded up to a multiple
+    of `align`."""
+    totals = (totals + align - 1) // align * align
     sizes = [end - first for first, end in map(experts.of, range(experts.world))]
     end = torch.cat([part.cumsum(0) for part in totals.split(sizes)])
     return end - totals, end

@@ -1,0 +1,349 @@
+"""Dispatch + grouped matmul, inter-SM: tokens are pushed to the rows of their experts; a tile starts when its rows are in.
+
+A rank's rows lie in a slot of its parallel memory, in expert order, each row tile at a multiple of BM, so that no tile
+reads what may still be written for another; rows are padded with zeros to whole K steps. SENDERS push each
+own token once to each rank that wants it (themselves included), to the first of its rows there, in the order of these
+rows, in blocks that are dealt to them round by round. PLACERS go through the row tiles: they wait until the tokens of a
+tile are in, copy those rows of it that are further rows of a token from the first one, and say that the tile is there. The
+other CTAs are a grouped matmul (tiles/grouped.py). Whose row is whose is known before the launch, on the device.
+
+A flag that counts within a call has the values epoch * STEPS + count. One slot is enough: a call is behind the exchange
+of its counts on every rank's stream, so who sends knows that every peer has ended the call before. Besides the tables of
+the template:
+
+| word or barrier | written by | waited for by | order, scope | why its reuse is safe |
+|---|---|---|---|---|
+| flags[d][r * PER + c]: rounds done | sender c of rank r, its blocks for d in these rounds are stored | placers of rank d, before a tile with tokens of these rounds | release / acquire, sys | monotonic; all are raised every REFRESH calls, as calls of few tokens or senders leave some out |
+| flags[r][WORLD * PER + p]: tiles there | placer p of rank r, its tiles so far are complete | loaders of rank r, before a tile | release / acquire, sys; then a proxy fence | as above |
+| the slot of rank d | senders of all ranks; d's placers | d's placers; d's loaders, by TMA | flags | written again in the next call, by a rank that has taken part in an exchange which d begins when it has ended this one |
+
+A wait that times out makes the loader load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
+"""
+
+from tileweave import lang as gl
+from tileweave.tiles.communicator import finish_all
+from tileweave.tiles.grouped import end_of, entry_of, load_matrix, row_tile, store_part
+from tileweave.tiles.matmul import (
+    Matmul,
+    first_unit,
+    make_matmul,
+    nobody_to_meet,
+    nobody_to_tell,
+    nothing_more,
+    run_matmul,
+    this_epoch,
+)
+
+STEPS = gl.constexpr(4096)
+REFRESH = gl.constexpr(1 << 16)
+EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
+BLOCK_ROWS = gl.constexpr(32)  # rows that are copied at once
+
+
+@gl.aggregate
+class Product:
+    """A matrix of each expert and its product: w [experts, k, n] or, B_T, [experts, n, k], out [rows, n]."""
+
+    w: gl.tensor_descriptor
+    out: gl.tensor_descriptor
+    out_ptr: gl.tensor
+
+    @gl.constexpr_function
+    def __init__(self, w, out, out_ptr):
+        self.w, self.out, self.out_ptr = w, out, out_ptr
+
+
+@gl.aggregate
+class Travel:
+    """What goes where. Distances are in lines of 16 bytes."""
+
+    x: gl.tensor  # this rank's tokens [tokens, k_lines]
+    tokens: gl.tensor
+    k_lines: gl.tensor
+    padded_lines: gl.tensor  # of a row in a slot
+    places: gl.tensor  # rank 0's slot,
+    rank_lines: gl.tensor  # and the distance of two ranks'
+    send_token: gl.tensor  # int32 [world, tokens]: what goes to a rank, in order,
+    send_place: gl.tensor  # to which row of its slot
+    sent: gl.tensor  # int32 [world]: how many go
+    row_slot: gl.tensor  # int32 [rows]: source * slots + number of the token among those that this source sends here
+    from_row: gl.tensor  # int32 [rows]: where in the slot the first row of the same token lies
+    slots: gl.tensor
+    block: gl.tensor  # tokens in a block
+
+    @gl.constexpr_function
+    def __init__(
+        self, x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
+        from_row, slots, block,
+    ):  # fmt: skip
+        self.x, self.tokens, self.k_lines, self.padded_lines = x, tokens, k_lines, padded_lines
+        self.places, self.rank_lines = places, rank_lines
+        self.send_token, self.send_place, self.sent = send_token, send_place, sent
+        self.row_slot, self.from_row, self.slots, self.block = row_slot, from_row, slots, block
+
+
+@gl.aggregate
+class Work:
+    """What the roles share besides the matmul."""
+
+    matmul: Matmul
+    flags: gl.Flags
+    rows_desc: gl.tensor_descriptor  # [world, 1, most, k in whole steps]
+    travel: Travel
+    p0: Product
+    p1: Product
+    offsets: gl.tensor
+    table: gl.tensor
+    rows: gl.tensor
+    most: gl.tensor
+    n: gl.tensor
+    PRODUCTS: gl.constexpr
+    SENDERS: gl.constexpr
+    PLACERS: gl.constexpr
+    PER: gl.constexpr
+    GROUP: gl.constexpr
+
+    @gl.constexpr_function
+    def __init__(
+        self, matmul, flags, rows_desc, travel, p0, p1, offsets, table, rows, most, n, PRODUCTS, SENDERS, PLACERS,
+        PER, GROUP,
+    ):  # fmt: skip
+        self.matmul, self.flags, self.rows_desc, self.travel, self.p0, self.p1 = (
+            matmul,
+            flags,
+            rows_desc,
+            travel,
+            p0,
+            p1,
+        )
+        self.offsets, self.table, self.rows, self.most, self.n = offsets, table, rows, most, n
+        self.PRODUCTS, self.SENDERS, self.PLACERS = gl.constexpr(PRODUCTS), gl.constexpr(SENDERS), gl.constexpr(PLACERS)
+        self.PER, self.GROUP = gl.constexpr(PER), gl.constexpr(GROUP)
+
+
+# ---------------------------------------------------------------- the grouped matmul
+
+
+@gl.jit
+def wide(work):
+    """Columns of one product, in whole tiles."""
+    return gl.cdiv(work.n, work.matmul.BN) * work.matmul.BN
+
+
+@gl.jit
+def locate(work, t):
+    """The t-th tile: row tile and expert, its row, its column among those of all products."""
+    cols = gl.cdiv(work.n, work.matmul.BN) * work.PRODUCTS
+    i, j = row_tile(t, work.matmul.tiles, cols, work.GROUP)
+    entry = entry_of(work.table, i)
+    row = gl.load(entry + 1)
+    return i * EXPERTS + gl.load(entry), i * work.matmul.BM, row, j * work.matmul.BN
+
+
+@gl.jit
+def before_load(work, owner, row, epoch):
+    """Loader: wait for the rows of a tile; False after a timeout."""
+    i = owner // EXPERTS
+    flag = work.flags.world * work.PER + i % work.PLACERS
+    there = gl.wait(work.flags, flag, epoch * STEPS + i // work.PLACERS + 1)
+    gl.fence_proxy_async()
+    return there
+
+
+@gl.jit
+def load(work, at, bar, owner, a_row, col, step, epoch, there):
+    """Loader: a K step."""
+    mm, like = work.matmul, work.rows_desc
+    k = step * mm.BK
+    buf = gl.reinterpret(mm.a_bufs.index(at.slot), like.dtype, like.block_shape, like.layout)
+    gl.load_async(like, work.flags.rank, [0, gl.where(there, a_row, work.most), k], buf, bar)
+    if work.PRODUCTS > 1:
+        if col >= wide(work):
+            load_matrix(mm, work.p1.w, at, bar, owner % EXPERTS, col - wide(work), k)
+        else:
+            load_matrix(mm, work.p0.w, at, bar, owner % EXPERTS, col, k)
+    else:
+        load_matrix(mm, work.p0.w, at, bar, owner % EXPERTS, col, k)
+
+
+@gl.jit
+def within(work, owner, row, steps):
+    """Multiplier: how many K steps its rows take, none if all of them are beyond the expert's."""
+    return gl.where(row < end_of(work.offsets, owner % EXPERTS, work.rows), steps, 0)
+
+
+@gl.jit
+def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
+    """Multiplier: the product as it is."""
+    return part, at
+
+
+@gl.jit
+def store(work, owner, row, col, buf, epoch, met):
+    """Storer: what of a part is the expert's."""
+    end = end_of(work.offsets, owner % EXPERTS, work.rows)
+    if work.PRODUCTS > 1:
+        if col >= wide(work):
+            store_part(work.matmul, work.p1.out, work.p1.out_ptr, end, work.n, row, col - wide(work), buf)
+        else:
+            store_part(work.matmul, work.p0.out, work.p0.out_ptr, end, work.n, row, col, buf)
+    else:
+        store_part(work.matmul, work.p0.out, work.p0.out_ptr, end, work.n, row, col, buf)
+
+
+# ---------------------------------------------------------------- what dispatch adds
+
+
+@gl.jit
+def slot_of(work, rank):
+    """A rank's slot."""
+    return work.travel.places + rank.to(gl.int64) * work.travel.rank_lines * 8
+
+
+@gl.jit
+def copy_rows(work, source, from_rows, from_lines, target, to_rows, there, L: gl.constexpr):
+    """Copy rows, `from_lines` apart in `source`, to a slot, 16 bytes of a thread at a time, with zeros behind their end."""
+    tr = work.travel
+    WIDE: gl.constexpr = 512
+    from_words, to_words = from_rows.to(gl.int64) * from_lines, to_rows.to(gl.int64) * tr.padded_lines
+    for col in range(0, tr.padded_lines * 8, WIDE):
+        cols = col + gl.arange(0, WIDE, gl.SliceLayout(0, L))
+        inside = (cols < tr.k_lines * 8)[None, :]
+        x = gl.load(source + from_words[:, None] * 8 + cols[None, :], mask=there[:, None] & inside, other=0.0)
+        mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]
+        gl.store(target + to_words[:, None] * 8 + cols[None, :], x, mask=mask)
+
+
+@gl.jit
+def send_block(work, to, first, end):
+    """Sender: tokens `first` to `end` of those that go to a rank."""
+    tr = work.travel
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    for i in range(first, end, BLOCK_ROWS):
+        numbers = i + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, L))
+        there = numbers < end
+        tokens = gl.load(tr.send_token + to * tr.tokens + numbers, mask=there, other=0)
+        places = gl.load(tr.send_place + to * tr.tokens + numbers, mask=there, other=0)
+        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, to), places, there, L)
+
+
+@gl.jit
+def send(work, me, epoch):
+    """Sender `me`: its block of each round to each rank in turn, so that all receivers get on."""
+    tr, flags = work.travel, work.flags
+    ROUND: gl.constexpr = work.SENDERS
+    most = flags.rank * 0
+    for to in range(flags.world):
+        most = gl.maximum(most, gl.load(tr.sent + to))
+    rounds = gl.cdiv(most, tr.block * ROUND)
+    for i in range(rounds):
+        for distance in range(1, flags.world + 1):
+            to = (flags.rank + distance) % flags.world
+            count = gl.load(tr.sent + to)
+            if i * ROUND * tr.block < count:
+                first = (i * ROUND + me) * tr.block
+                send_block(work, to, first, gl.minimum(first + tr.block, count))
+                gl.barrier()
+                gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)
+    if epoch % REFRESH == 0:
+        for to in range(flags.world):
+            for flag in range(me, work.PER, ROUND):
+                gl.signal(flags, flags.rank * 0 + to, flags.rank * work.PER + flag, epoch * STEPS + STEPS - 1)
+
+
+@gl.jit
+def await_tokens(work, row, end, epoch):
+    """Placer: wait for the tokens of rows `row` to `end`, a tile's."""
+    tr = work.travel
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    rows = row + gl.arange(0, work.matmul.BM, L)
+    slot = gl.load(tr.row_slot + rows, mask=rows < end, other=-1)
+    for source in range(work.flags.world):
+        mine = (slot >= source * tr.slots) & (slot < (source + 1) * tr.slots)
+        last = gl.max(gl.where(mine, slot - source * tr.slots, -1), 0)
+        if last >= 0:
+            done = epoch * STEPS + last // (tr.block * work.SENDERS) + 1
+            gl.wait_all(work.flags, source * work.PER, work.SENDERS, done)
+
+
+@gl.jit
+def copy_again(work, at, row, end):
+    """Placer: rows of the tile that lies from `at` on in the slot which are not the first ones of their tokens."""
+    tr = work.travel
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    slot = slot_of(work, work.flags.rank)
+    for i in range(row, end, BLOCK_ROWS):
+        rows = i + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, L))
+        first = gl.load(tr.from_row + rows, mask=rows < end, other=0)
+        target = at + rows - row
+        again = (rows < end) & (first != target)
+        if gl.max(again.to(gl.int32), 0) > 0:
+            copy_rows(work, slot, first, tr.padded_lines, slot, target, again, L)
+
+
+@gl.jit
+def place(work, me, epoch):
+    """Placer `me`: its row tiles, one after the other."""
+    flags = work.flags
+    for i in range(me, gl.load(work.table), work.PLACERS):
+        entry = entry_of(work.table, i)
+        row = gl.load(entry + 1)
+        end = gl.minimum(gl.load(entry + 2), row + work.matmul.BM)
+        await_tokens(work, row, end, epoch)
+        copy_again(work, i * work.matmul.BM, row, end)
+        gl.barrier()
+        gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.PLACERS + 1)
+    if epoch % REFRESH == 0:
+        for flag in range(me, work.PER, work.PLACERS):
+            gl.signal(flags, flags.rank, flags.world * work.PER + flag, epoch * STEPS + STEPS - 1)
+
+
+@gl.jit
+def communicate(work):
+    """Communicator: a sender or a placer."""
+    epoch = this_epoch(work.matmul)
+    me = gl.program_id(0)
+    if me < work.SENDERS:
+        send(work, me, epoch)
+    else:
+        place(work, me - work.SENDERS, epoch)
+    finish_all(work.matmul, epoch)
+
+
+@gl.jit(do_not_specialize=[
+    "rank", "flags_stride", "timeout_us", "tokens", "k_lines", "padded_lines", "rank_lines", "slots", "block",
+    "rows", "most", "n", "k",
+])  # fmt: skip
+def moe_dispatch_matmul_kernel(
+    rank, x, x_like, rows_desc, w0, w1, w_like, out0_desc, out1_desc, out0, out1, offsets, table, flags_ptr,
+    flags_stride, state, timeout_us, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place,
+    sent, row_slot, from_row, slots, block, rows, most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr,
+    PRODUCTS: gl.constexpr, SENDERS: gl.constexpr, PLACERS: gl.constexpr, PER: gl.constexpr,
+):  # fmt: skip
+    """out_i [rows, n] = the tokens of all ranks that this rank's experts want, in their order, times their w_i.
+
+    x_like, w_like: descriptors of which only the box counts. Grid: co-resident CTAs, one per SM.
+    """
+    gl.grid_dependency_wait()
+    flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
+    tiles = gl.load(table) * gl.cdiv(n, BN) * PRODUCTS
+    mm = make_matmul(
+        x_like, w_like, out0_desc, flags, state, out0, k, tiles, tiles, gl.to_tensor(1), BM, BN, BK, STAGES, C_BUFS,
+        False, False, B_T, SENDERS + PLACERS,
+    )  # fmt: skip
+    travel = Travel(
+        x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
+        from_row, slots, block,
+    )  # fmt: skip
+    work = Work(
+        mm, flags, rows_desc, travel, Product(w0, out0_desc, out0), Product(w1, out1_desc, out1), offsets, table, rows,
+        most, n, PRODUCTS, SENDERS, PLACERS, PER, GROUP,
+    )  # fmt: skip
+    if first_unit(mm) < tiles:
+        run_matmul(
+            work, locate, before_load, load, nobody_to_meet, nothing_more, epilogue, store, nobody_to_tell, communicate, 64,
+            within,
+        )  # fmt: skip
+    else:  # without a tile a storer would not know that the other roles have read the epoch
+        finish_all(mm, this_epoch(mm))

@@ -1,0 +1,201 @@
+# ruff: noqa: E501  (a mutant per row)
+"""The kernel of moe_dispatch_matmul in emulated worlds, and its protocol: each edit that breaks a line of its table is
+found, harmless ones are not.
+
+What is expected is the kind of finding: R race, D deadlock, P protocol error, W a wrong result; None: the edit is
+harmless and nothing may be reported.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tileweave as tw
+from tests.ops.moe.problems import assert_right, problem, run, there_and_back, truth
+from tests.ops.moe.test_moe import gradients, true_gradients
+from tileweave import Plan
+from tileweave.emulator import DeadlockError, ProtocolError, RaceError
+from tileweave.ops.moe import launch
+
+
+def plan(tile=(64, 64, 64), stages=2, comm_sms=2):
+    """A plan of the fused kernel, made by hand."""
+    return Plan("tma", "inter_sm", tile, stages, comm_sms=comm_sms)
+
+
+@pytest.mark.parametrize("routing", ["random", "skewed", "one", "empty", "same"])
+@pytest.mark.parametrize(
+    "tokens, experts, k, tile, comm_sms",
+    [
+        ([70, 0], 9, 3, (64, 64, 64), 2),
+        ([20, 90, 5], 8, 2, (128, 64, 64), 3),
+        ([40, 30, 20, 10], 17, 4, (64, 128, 64), 2),
+        ([8] * 8, 16, 2, (64, 64, 64), 2),
+    ],
+)
+def test_worlds_and_routings(tokens, experts, k, tile, comm_sms, routing):
+    p = problem(tokens, experts, k, 72, 72, routing=routing)
+    with tw.virtual_world(len(tokens), device="cpu", sms=4) as world:
+        results = run(world, p, gated=False, second=False, plan=plan(tile, comm_sms=comm_sms))
+    assert_right([out for out, *_ in results], truth(p, gated=False, second=False))
+
+
+def test_gated_with_a_capacity_and_without_in_turn():
+    problems = [
+        problem([40, 70, 9], 9, 3, 72, 136, seed=i, routing=r)
+        for i, r in enumerate(("random", "skewed", "same", "random"))
+    ]
+
+    def rank_program(rank, group):
+        options = [{}, dict(capacity=500), dict(capacity=400, max_tokens=70), {}]
+        return [there_and_back(p, rank, group, plan=plan(), **kw)[0] for p, kw in zip(problems, options, strict=True)]
+
+    for late in range(3):
+        with tw.virtual_world(3, device="cpu", sms=4, delayed=(late,), seed=late) as world:
+            by_rank = world.run(rank_program)
+        for outs, p in zip(zip(*by_rank, strict=True), problems, strict=True):
+            assert_right(outs, truth(p))
+
+
+@pytest.mark.parametrize("capacity", [3, 40])
+def test_rows_over_capacity_are_dropped_as_without_the_kernel(capacity):
+    p = problem([30, 40], 6, 3, 64, 64, routing="skewed")
+    with tw.virtual_world(2, device="cpu", sms=4) as world:
+        fused = run(world, p, capacity=capacity, plan=plan())
+    with tw.virtual_world(2, device="cpu", sms=2) as world:
+        unfused = run(world, p, capacity=capacity)
+    for (out, y, route), (out_2, y_2, route_2) in zip(fused, unfused, strict=True):
+        assert route.dropped == route_2.dropped and torch.equal(route.place, route_2.place)
+        assert torch.equal(y, y_2) and torch.equal(out, out_2)
+
+
+def test_gradients():
+    p = problem([30, 0, 40], 7, 2, 72, 64)
+    seeds = [torch.randn(x.shape) for x in p.x]
+    with tw.virtual_world(3, device="cpu", sms=4) as world:
+        got = world.run(lambda rank, group: gradients(p, rank, group, seeds, plan=plan()))
+    for mine, goal in zip(got, true_gradients(p, seeds), strict=True):
+        for g, true in zip(mine, goal, strict=True):
+            assert (g.float() - true).norm() <= 0.03 * true.norm() + 1e-6
+
+
+def test_which_path_is_taken():
+    p = problem([4, 4], 8, 2, 64, 64)
+
+    def path(sms, h=64, **options):
+        with tw.virtual_world(2, device="cpu", sms=sms) as world:
+            x, w = torch.zeros(4, h).bfloat16(), torch.zeros(4, h, 64).bfloat16()
+            return world.run(lambda rank, group: tw.explain("moe_dispatch_matmul", x, p.index[rank], w, **options))[0]
+
+    assert path(4).fused and path(4).plan.comm_sms == 2
+    assert not path(2).fused and "a rank has 2" in path(2).reason
+    assert not path(4, h=20).fused and "no multiple of 8" in path(4, h=20).reason
+    with pytest.raises(ValueError, match="expected 2 to 3 of 4 SMs"):
+        path(4, plan=plan(comm_sms=4))
+    with pytest.raises(ValueError, match="has 'tma' and 'inter_sm'"):
+        path(4, plan=Plan())
+
+
+SOURCES = Path(launch.__file__).parents[2]
+KERNEL = "ops/moe/kernel.py"
+KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
+WAIT = "gl.wait(work.flags, flag, epoch * STEPS + i // work.PLACERS + 1)"
+SENT = "                gl.barrier()\n                gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)\n"
+PLACED = "        gl.barrier()\n        gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.PLACERS + 1)\n"
+
+MUTANTS = {
+    "a loader does not wait": ([(WAIT, "epoch == epoch")], "R"),
+    "a loader waits for the tile before": ([(WAIT, WAIT.replace(" + 1)", ")"))], "R"),
+    "a loader waits for another placer": ([("work.flags.world * work.PER + i % work.PLACERS", "work.flags.world * work.PER + (i + 1) % work.PLACERS")], "RD"),
+    "no proxy fence after the flag": ([("    gl.fence_proxy_async()\n", "")], "R"),
+    "a placer does not wait for tokens": ([("            gl.wait_all(work.flags, source * work.PER, work.SENDERS, done)\n", "            pass\n")], "R"),
+    "a placer waits for a round less": ([("last // (tr.block * work.SENDERS) + 1", "last // (tr.block * work.SENDERS)")], "R"),
+    "a placer waits for one sender": ([("source * work.PER, work.SENDERS, done)", "source * work.PER, 1, done)")], "R"),
+    "a placer waits for the source before": ([("gl.wait_all(work.flags, source * work.PER, work.SENDERS, done)", "gl.wait_all(work.flags, (source + 1) % work.flags.world * work.PER, work.SENDERS, done)")], "RD"),
+    "a placer waits for its first rows only": ([("mask=rows < end, other=-1)", "mask=rows < row + 8, other=-1)")], "R"),
+    "rows of a token are not copied": ([("        if gl.max(again.to(gl.int32), 0) > 0:\n", "        if gl.max(again.to(gl.int32), 0) > 1:\n")], "W"),
+    "all rows are copied": ([("again = (rows < end) & (first != target)", "again = rows < end")], "RNW"),
+    "copied to the row's number": ([("        target = at + rows - row\n", "        target = rows\n")], "RW"),
+    "placed before it is performed": ([(PLACED, PLACED.replace("        gl.barrier()\n", ""))], "R"),
+    "told before the stores are performed": ([(SENT, SENT.replace("                gl.barrier()\n", ""))], "R"),
+    "a sender tells the next rank": ([("gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)", "gl.signal(flags, (to + 1) % flags.world, flags.rank * work.PER + me, epoch * STEPS + i + 1)")], "RD"),
+    "a sender tells a round ahead": ([("flags.rank * work.PER + me, epoch * STEPS + i + 1)", "flags.rank * work.PER + me, epoch * STEPS + i + 2)")], "R"),
+    "a rank less": ([("        for distance in range(1, flags.world + 1):\n            to", "        for distance in range(1, flags.world):\n            to")], "RDW"),
+    "sent to the next rank": ([("        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, to)", "        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, (to + 1) % work.flags.world)")], "RW"),
+    "sent in the order of tokens": ([("tr.send_token + to * tr.tokens + numbers, mask", "tr.send_token + numbers, mask")], "W"),
+    "places of another rank": ([("tr.send_place + to * tr.tokens + numbers, mask", "tr.send_place + numbers, mask")], "RWP"),
+    "no zeros behind a row": ([("mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]", "mask = there[:, None] & (cols < tr.k_lines * 8)[None, :]")], "W"),
+    "communicators do not end the call": ([("        place(work, me - work.SENDERS, epoch)\n    finish_all(work.matmul, epoch)\n", "        place(work, me - work.SENDERS, epoch)\n")], "RDW"),
+    "CTAs without tiles go through the roles": ([("    if first_unit(mm) < tiles:\n", "    if first_unit(mm) < tiles + 8:\n")], "R"),
+    # harmless
+    "waits for a flag twice": ([("    there = " + WAIT, "    gl." + WAIT[3:] + "\n    there = " + WAIT)], None),
+    "a fence more": ([("    gl.fence_proxy_async()\n", "    gl.fence_proxy_async()\n    gl.fence_proxy_async()\n")], None),
+    "one block at a time": ([("rounds = gl.cdiv(most, tr.block * ROUND)", "rounds = gl.cdiv(most, tr.block * ROUND) + 1")], None),
+}  # fmt: skip
+
+
+@pytest.fixture
+def mutated(monkeypatch, tmp_path):
+    """A function that puts an edited kernel in place of the real one."""
+
+    def apply(edits):
+        text = (SOURCES / KERNEL).read_text()
+        for old, new in edits:
+            assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
+            text = text.replace(old, new)
+        name = f"mutant_{tmp_path.name}_kernel"
+        target = tmp_path / f"{name}.py"
+        target.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, target)
+        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
+        spec.loader.exec_module(sys.modules[name])
+        monkeypatch.setattr(launch, "moe_dispatch_matmul_kernel", sys.modules[name].moe_dispatch_matmul_kernel)
+
+    return apply
+
+
+def outcome(seed):
+    """What four calls of three ranks come to under one schedule: R, D, P, W (wrong result) or None.
+
+    Two senders have several rounds of 32 tokens each, tiles of 64 rows; the third call has no tokens for some experts.
+    The slots are full of NaN before the second call.
+    """
+    problems = [
+        problem([150, 100, 9], 5, 3, 72, 64, seed=i, routing=r)
+        for i, r in enumerate(("random", "same", "one", "random"))
+    ]
+    chosen = plan(comm_sms=4)
+
+    def calls(some):
+        options = dict(plan=chosen, capacity=800, max_tokens=150)
+        return lambda rank, group: [there_and_back(p, rank, group, False, True, False, **options)[0] for p in some]
+
+    try:
+        with tw.virtual_world(3, device="cpu", seed=seed, sms=7, delayed=(seed % 3,)) as world:
+            by_rank = world.run(calls(problems[:1]))
+            world.workspace.ops["moe_dispatch_matmul"].staging.fill_(255)
+            by_rank = [first + others for first, others in zip(by_rank, world.run(calls(problems[1:])), strict=True)]
+    except (RaceError, DeadlockError, ProtocolError) as error:
+        return next(letter for letter, kind in KINDS.items() if isinstance(error, kind))
+    try:
+        for outs, p in zip(zip(*by_rank, strict=True), problems, strict=True):
+            assert_right(outs, truth(p, gated=False, second=False))
+    except AssertionError:
+        return "W"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_an_edit_is_judged_rightly(name, mutated):
+    edits, expected = MUTANTS[name]
+    mutated(edits)
+    if expected is None:
+        assert [outcome(seed) for seed in range(2)] == [None] * 2
+        return
+    for seed in range(6):
+        found = outcome(seed)
+        if found:
+            break
+    assert found and found in expected, f"expected one of {expected}, found {found}"

@@ -1,0 +1,9 @@
+"""What compiling.py compiles, which only a process with a Triton of its own may import."""
+
+VARIANTS = {  # dtype, world, products, whether w is stored [E, I, H], tile and stages or None
+    "planned": ("bfloat16", 8, 1, False, None),
+    "gated, w transposed": ("float16", 4, 2, True, None),
+    "two multipliers": ("bfloat16", 2, 2, False, ((128, 256, 64), 4)),
+    "tall": ("bfloat16", 8, 1, True, ((256, 128, 64), 4)),
+    "one multiplier": ("bfloat16", 3, 1, False, ((64, 256, 64), 5)),
+}
