@@ -92,19 +92,18 @@ INTER_SM = {
     "communicator waits for the first chunk": ([(ADD, ADD.replace("chunk * flags.world", "0"))], "R"),
     "tells itself only": ([(TELL, TELL.replace("signal_all(flags, ", "signal(flags, flags.rank, "))], "D"),
     "every communicator tells": ([(REDUCED, REDUCED.replace("mm.COMM_SMS", "1"))], "RD"),
-    "chunks share a count": ([(REDUCED, REDUCED.replace(" + chunk,", ","))], None),  # as a CTA takes one after the other
     "takes a part of the next tile": ([("part = gl.program_id(0) + i * mm.COMM_SMS", "part = gl.program_id(0) + 1 + i * mm.COMM_SMS")], "RPW"),
     "parts in the place of the next owner": ([("[slot + phase % flags.world, row, col]", "[slot + (phase + 1) % flags.world, row, col]")], "RW"),
 }  # fmt: skip
 FABRIC = {
-    "no fence between unicast and multicast": ([("    gl.fence_proxy_alias()\n    for i", "    for i")], "R"),
+    "chunks share a count": ([(REDUCED, REDUCED.replace(" + chunk,", ","))], "RD"),
     "no fence between multicast and unicast": ([("        gl.fence_proxy_alias()\n    gl.fence_proxy_async()\n    return there", "        pass\n    gl.fence_proxy_async()\n    return there")], "R"),
     "no barrier before the sums are counted": ([(PUT, "            if count_up")], "R"),
 }  # fmt: skip
 TMA = {
     "no fence before the parts are loaded": ([("    gl.fence_proxy_async()\n    for i in range(parts * flags.world + AHEAD)", "    for i in range(parts * flags.world + AHEAD)")], "R"),
     "sums counted before they are performed": ([("    gl.store_wait(0)\n    return at, to", "    return at, to")], "R"),
-    "adds before a part is there": ([("            mm.ring.consumer_wait(at)\n            source", "            source")], "R"),
+    "adds before a part is there": ([("            mm.ring.consumer_wait(at)\n            source", "            source")], "RP"),
     "loads over a sum that is being stored": ([("            gl.store_read_wait(0)\n            gl.mbarrier_expect(mm.ring", "            gl.mbarrier_expect(mm.ring")], "R"),
     "loads over a part that is being added": ([("            gl.fence_async_shared()\n            gl.barrier()\n            at =", "            at =")], "R"),
     "stores a sum before all threads have written it": ([("                gl.fence_async_shared()\n                gl.barrier()\n                for peer", "                for peer")], "R"),
