@@ -6,10 +6,22 @@
 `tileweave check` is this from the command line, `tileweave.checker.pytest_plugin` from pytest.
 """
 
-from tileweave.checker.cases import FunctionCase
+from tileweave.checker.cases import CallableCase, FunctionCase
 from tileweave.checker.ops import OPS, OpCase
 from tileweave.checker.session import Report, check
 from tileweave.checker.story import story
 from tileweave.checker.trial import SCENARIOS, Finding, Outcome, run_trial
 
-__all__ = ["OPS", "SCENARIOS", "Finding", "FunctionCase", "OpCase", "Outcome", "Report", "check", "run_trial", "story"]
+__all__ = [
+    "OPS",
+    "SCENARIOS",
+    "CallableCase",
+    "Finding",
+    "FunctionCase",
+    "OpCase",
+    "Outcome",
+    "Report",
+    "check",
+    "run_trial",
+    "story",
+]

@@ -66,6 +66,24 @@ class FunctionCase:
         return call(self.function(), self.ranks, self.sms, seed)
 
 
+@dataclass(frozen=True)
+class CallableCase:
+    """The same for a function at hand, in this process."""
+
+    function: Callable[..., Any]
+    ranks: int = 2
+    sms: int = 4
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return getattr(self.function, "__qualname__", repr(self.function))
+
+    def run(self, seed: int) -> str:
+        """Call the function once."""
+        return call(self.function, self.ranks, self.sms, seed)
+
+
 def call(function: Callable[..., Any], ranks: int, sms: int, seed: int) -> str:
     """Call a function of one's own, with an emulated world if it takes one."""
     if not _required(function):

@@ -136,13 +136,16 @@ OPS = tuple(_TABLE)
 class OpCase:
     """`calls` calls of `op` by `ranks` emulated ranks, one after the other. `shape`: sizes of the whole problem (m, n,
     k of a product, m x n of a collective's tensor); what is left out has a default, rounded up so that the ranks can
-    share it. ValueError for an unknown op, or sizes that it does not have or the ranks cannot share.
+    share it. `variants`: options of the op by name, of which each schedule takes the next; by default one for every
+    schedule that the op has. ValueError for an unknown op, or sizes that it does not have or the ranks cannot share.
     """
 
     op: str
     ranks: int = 4
     shape: dict[str, int] = field(default_factory=dict)
     calls: int = CALLS
+    sms: int = SMS
+    variants: Variants = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.op not in _TABLE:
@@ -172,10 +175,11 @@ class OpCase:
 
     def run(self, seed: int) -> str:
         """The calls once, in the variant that is the seed's turn; AssertionError if one of the results is wrong."""
-        name, options = list(_TABLE[self.op].variants.items())[seed % len(_TABLE[self.op].variants)]
+        variants = list((self.variants or _TABLE[self.op].variants).items())
+        name, options = variants[seed % len(variants)]
         calls = _data(self.op, self.ranks, tuple(self.sizes.items()), self.calls)
         function = getattr(tw, self.op)
-        with tw.virtual_world(self.ranks, device="cpu", seed=seed, sms=SMS) as world:
+        with tw.virtual_world(self.ranks, device="cpu", seed=seed, sms=self.sms) as world:
             results = world.run(lambda rank, group: [function(*x[rank], group, **options) for x, _ in calls])
         limit = _TABLE[self.op].tolerance(self.ranks, bool(options.get("deterministic")))
         for call, (_, truth) in enumerate(calls):
@@ -191,7 +195,7 @@ class OpCase:
             )
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=8)
 def _data(op: str, ranks: int, sizes: tuple, calls: int) -> list[tuple[list[tuple], list[torch.Tensor]]]:
     """Per call, the operands of all ranks and the true results."""
     made = [_TABLE[op].operands(dict(sizes), ranks, call) for call in range(calls)]

@@ -53,10 +53,14 @@ class Report:
     @property
     def too_small(self) -> list[str]:
         """Which rings did not wrap in any CTA, and whether a flag was raised once only."""
+        most: dict[str, int] = {}  # by place: of a pair named ready and empty, one may be without use
+        for name, ring in self.rings.items():
+            place = name.rpartition(", ")[2]
+            most[place] = max(most.get(place, 0), ring["uses"][1])
         why = [
-            f"ring {name} ({ring['slots']} slots) never wrapped: a slot is used {ring['uses'][1]} times at most"
-            for name, ring in self.rings.items()
-            if ring["uses"][1] < 2
+            f"the ring of {place} never wrapped: a slot of it is used {uses} times at most"
+            for place, uses in most.items()
+            if uses < 2
         ]
         if self.flag_uses is not None and self.flag_uses < 2:
             why.append("a flag was raised once only: its reuse by a later call was not seen")

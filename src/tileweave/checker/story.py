@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Any
 
 from tileweave.checker.trial import Finding
@@ -26,7 +27,15 @@ def story(finding: Finding, when: str = "") -> str:
         lines += ["  and nothing orders the first before the second.", f"  What would: {told['missing']}.", ""]
     else:
         lines += [f"  {line}" for line in finding.text.splitlines()] + [""]
-    return "\n".join(lines + _how(finding)).rstrip()
+    lines += _how(finding)
+    return "\n".join(_wrapped(line) for line in lines).rstrip()
+
+
+def _wrapped(line: str) -> str:
+    """Long sentences broken; lines that quote a kernel, which are indented further, are left whole."""
+    if line.startswith("      "):
+        return line
+    return textwrap.fill(line, 112, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def _article(kind: str) -> str:
@@ -63,7 +72,8 @@ def _how(finding: Finding) -> list[str]:
         how = "no particular order is needed: it shows when each agent runs until it must wait"
     lines = [f"  The schedule: {how}."]
     if finding.steps:
-        lines.append("  What the two did before, in this order:")
+        agents = {step["agent"] for step in finding.steps}
+        lines.append(f"  What {'the two' if len(agents) > 1 else 'it'} did before, in this order:")
     width = max((len(who(step)) for step in finding.steps), default=0)
     for step in finding.steps:
         what = f"({step['what']}) " if step["is_operation"] else ""

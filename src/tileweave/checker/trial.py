@@ -101,10 +101,11 @@ class Outcome:
     finding: Finding | None = None
 
 
-def run_trial(case: Case, seed: int) -> Outcome:
-    """Run a case once, in the order that the seed stands for."""
+def run_trial(case: Case, seed: int, max_steps: int | None = None) -> Outcome:
+    """Run a case once, in the order that the seed stands for. A world that takes more than `max_steps` steps is taken
+    to have no end, which is reported as a deadlock."""
     trial = Trial(seed, case.ranks)
-    choice = Choice(lambda _, index: trial.strategy(index), trial.held)
+    choice = Choice(lambda _, index: trial.strategy(index), trial.held, max_steps)
     variant, finding = _run(case, seed, choice)
     steps = sum(world.steps for world in choice.worlds)
     coverage = [world.coverage.told() for world in choice.worlds]

@@ -8,6 +8,8 @@ import inspect
 import textwrap
 import threading
 import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tileweave import lang
@@ -96,7 +98,10 @@ class _Module:
         return value
 
 
+Edit = Callable[[str, ast.Module], ast.Module]
+
 _MADE: dict[tuple[Any, bool], Any] = {}  # rebuilt functions and classes
+_EDITS: list[tuple[Edit, dict[str, Any]]] = []
 _BUSY: set[types.FunctionType] = set()
 _LOCK = threading.RLock()  # worlds may run side by side
 
@@ -125,6 +130,27 @@ def translate(value):
 @functools.cache
 def _module(module):
     return _Module(module)
+
+
+@contextmanager
+def edited(edit: Edit, names: dict[str, Any] | None = None) -> Iterator[None]:
+    """Within it, device functions are built from `edit(file, tree)` of their source: a module with one function in it,
+    at the lines of the file. Columns are those of the dedented function. `names`: what the edits may refer to."""
+    entry = edit, names or {}
+    with _LOCK:
+        _EDITS.append(entry)
+        _forget()
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _EDITS.remove(entry)
+            _forget()
+
+
+def _forget() -> None:
+    _MADE.clear()
+    _module.cache_clear()
 
 
 def rebuilt(function):
@@ -160,9 +186,11 @@ def _build(fn: types.FunctionType, device: bool):
     if not isinstance(tree.body[0], ast.FunctionDef):  # a lambda: plain Python
         return fn
     _strip(tree.body[0])
+    tree = ast.increment_lineno(tree, first - 1)
+    for edit, _ in _EDITS if device else ():
+        tree = edit(fn.__code__.co_filename, tree)
     if device:
-        tree = DeviceSemantics().visit(tree)
-    tree = ast.increment_lineno(ast.fix_missing_locations(tree), first - 1)
+        tree = ast.fix_missing_locations(DeviceSemantics().visit(tree))
     code = compile(tree, fn.__code__.co_filename, "exec", dont_inherit=True)
     known = dict(fn.__globals__)
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
@@ -170,6 +198,8 @@ def _build(fn: types.FunctionType, device: bool):
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     scope = {**_HELPERS, "__name__": fn.__module__}
     scope.update({name: translate(known[name]) for name in used & known.keys()})
+    for _, names in _EDITS:
+        scope.update(names)
     exec(code, scope)
     if device:
         KERNEL_FILES.add(fn.__code__.co_filename)

@@ -66,10 +66,11 @@ def name_of(agent: Any) -> str:
 
 
 class Choice:
-    """The orders of the worlds that are made within `choosing`: `make(seed, index)` is that of the index-th one."""
+    """The orders of the worlds that are made within `choosing`: `make(seed, index)` is that of the index-th one. `held`
+    and `max_steps` (None: the world's own) as a World takes them."""
 
-    def __init__(self, make: Callable[[int, int], Strategy], held: Iterable[tuple] = ()):
-        self.make, self.held = make, tuple(held)
+    def __init__(self, make: Callable[[int, int], Strategy], held: Iterable[tuple] = (), max_steps: int | None = None):
+        self.make, self.held, self.max_steps = make, tuple(held), max_steps
         self.worlds: list[World] = []
 
     def next(self, world: World) -> Strategy:

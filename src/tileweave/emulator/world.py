@@ -80,6 +80,7 @@ class World:
         choice = chosen()
         if strategy is None and choice is not None:
             strategy, held = choice.next(self), (*held, *choice.held)
+            self.max_steps = choice.max_steps or max_steps
         self._held = {*held, *(("rank", rank) for rank in delayed)}
         self.coverage = Coverage()
         self.host_timeout = host_timeout

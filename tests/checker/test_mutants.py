@@ -1,0 +1,65 @@
+"""Mutants follow the source: what the rules plant is planted where they say, and is caught or explained."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tileweave.checker import catalogue, tables
+from tileweave.checker.mutants import mutants, planted
+from tileweave.checker.trial import run_trial
+
+DOCS = Path(__file__).parents[2] / "docs"
+FIGURES = [json.loads(path.read_text()) for path in sorted(DOCS.glob("figures/mutants_*.json"))]
+SAMPLE = 6  # mutants of each op that a run of this file judges; which, the day says
+
+
+@pytest.fixture(scope="module")
+def of_all_gather():
+    lines = catalogue.reached("all_gather", 1)
+    return lines, mutants(lines)
+
+
+def test_rules_reach_every_kind_of_statement(of_all_gather):
+    _, found = of_all_gather
+    operators = {mutant.operator for mutant in found}
+    assert {"drop", "later", "earlier", "double", "flag", "fewer", "value less", "slot", "order relaxed"} <= operators
+    assert len({mutant.key for mutant in found}) == len(found)
+
+
+def test_a_mutant_is_planted_and_taken_out_again(of_all_gather):
+    lines, found = of_all_gather
+    mutant = next(m for m in found if m.operator == "drop" and "gl.barrier()" in m.source)
+    told = catalogue.judge("all_gather", mutant, lines[mutant.file, mutant.line], 2)
+    assert told["caught"] == "race" and told["after"] == 1
+    assert run_trial(catalogue.cases("all_gather")[0], 0).finding is None
+
+
+def test_a_place_that_is_not_there_is_an_error(of_all_gather):
+    mutant = of_all_gather[1][0]
+    with pytest.raises(LookupError), planted(type(mutant)(**{**vars(mutant), "line": 1})):
+        run_trial(catalogue.cases("all_gather")[0], 0)
+
+
+@pytest.mark.parametrize("op", ["all_gather"])
+def test_a_rotating_sample_is_caught_or_explained(op):
+    seed = int(os.environ.get("TILEWEAVE_MUTANTS_SEED", 0))
+    figures = catalogue.run(op, processes=1, schedules=12, sample=SAMPLE, seed=seed, seconds=120)
+    unexplained = [m["key"] for m in figures["mutants"] if not m["caught"] and not tables.reason(m["key"])]
+    assert len(figures["mutants"]) == SAMPLE and not unexplained
+
+
+@pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures["op"])
+def test_no_survivor_of_a_full_run_is_unexplained(figures):
+    left = [m["key"] for m in figures["mutants"] if not m["caught"] and not tables.reason(m["key"])]
+    assert not left
+    caught = [m for m in figures["mutants"] if m["caught"]]
+    assert sum(m["after"] <= 5 for m in caught) >= 0.95 * len(caught)
+
+
+def test_the_page_is_made_from_the_figures():
+    page = DOCS / "mutants.md"
+    assert tables.page(page.read_text(), DOCS) == page.read_text(), (
+        "run python -m tileweave.checker.tables docs/mutants.md"
+    )
