@@ -4,16 +4,16 @@ H 7168, I 2048, 256 experts of which a token has 8, drawn evenly. On virtual ran
 of the SMs and of the tokens, so no link is measured. Contenders, interleaved, all ranks at once unless said otherwise:
 
     fused       the op's kernels: table of tiles, then dispatch + grouped matmul; its route is made before
-    local       grouped_matmul of rows that are there, same tile, on as many SMs as multiply in `fused`: fused / local - 1
-                is the overhead of the protocol
+    local       grouped_matmul of rows that are there, same tile, on as many SMs as multiply in `fused`:
+                fused / local - 1 is the overhead of the protocol
     local, all  the same on all SMs: what communicators take away as well
     torch       a copy of all tokens for each rank (which stands for a gather), index, torch's grouped_mm on the whole
                 GPU, one rank after the other
     grouped_mm  torch's grouped_mm alone
 
 Beside them: how long the slowest rank takes to make a route, with its exchanges and its host time.
-Each contender is checked against a float32 truth first. Bytes between ranks are counted as the op sends them, a token once
-to a rank, and as peers do that send a row for each choice.
+Each contender is checked against a float32 truth first. Bytes between ranks are counted as the op sends them, a token
+once to a rank, and as peers do that send a row for each choice.
 """
 
 import argparse
@@ -53,11 +53,11 @@ def record(world: VirtualWorld, x: list, index: list, w: list, plan: Plan) -> di
 
     def rank_program(rank, group):
         real = group.world.fabric(rank)
-        make = lambda: make_route(real, group, group_name(group), index[rank], None, experts, None, None, plan.tile[0])  # noqa: E731
-        make()
+        asked = real, group, group_name(group), index[rank], None, experts, None, None, plan.tile[0]
+        make_route(*asked)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        route, sends = make()
+        route, sends = make_route(*asked)
         torch.cuda.synchronize()
         route_us = 1e6 * (time.perf_counter() - start)
         first, end = experts.of(rank)
