@@ -7,7 +7,7 @@
 
     grad x = grouped_matmul(G, w^T, offsets)        grad w = grouped_outer(x, G, offsets)
 
-and the second, x_e^T G_e for each expert e, is torch's grouped_mm on a GPU.
+and the second, x_e^T G_e for each expert e, is torch's grouped_mm for bfloat16 on a GPU, else a matmul for each expert.
 """
 
 from functools import lru_cache
@@ -80,7 +80,8 @@ def _run(x, w, offsets, plan):
 def _outer(x, y, offsets):
     """x_e^T y_e for each expert e: [E, H, I]."""
     aligned = all(size % 8 == 0 for size in (x.shape[1], y.shape[1]))
-    if x.is_cuda and x.shape[0] and aligned and hasattr(torch.nn.functional, "grouped_mm"):
+    known = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
+    if known and aligned and x.shape[0]:
         return torch.nn.functional.grouped_mm(x.t(), y, offs=offsets)
     return unfused_outer(x, y, offsets)
 
