@@ -69,10 +69,12 @@ def test_derivatives_that_would_be_missing_are_refused(call):
         assert torch.equal(call(x), x)
 
 
-def test_float8_is_for_matmul_reduce_scatter():
+def test_float8_needs_scales_and_is_not_for_all_ops():
     x = torch.ones(128, 128).to(torch.float8_e4m3fn)
-    for op in (tw.all_gather_matmul, tw.matmul_all_reduce):
-        with pytest.raises(ValueError, match="bfloat16"):
+    with pytest.raises(ValueError, match="bfloat16"):
+        tw.matmul_all_reduce(x, x)
+    for op in (tw.all_gather_matmul, tw.matmul_reduce_scatter):
+        with pytest.raises(ValueError, match="need scale_a"):
             op(x, x)
 
 

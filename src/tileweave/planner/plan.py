@@ -100,7 +100,7 @@ class Plan:
         """The plan that `to_json` wrote. ValueError if `text` is no JSON object of a plan's fields."""
         try:
             values = json.loads(text)
-            return cls(**values)
+            return cls(**{**values, "tile": values["tile"]})  # which a text that is a plan's surely has
         except (ValueError, TypeError, KeyError) as error:
             names = ", ".join(each.name for each in fields(cls) if each.init)
             raise ValueError(f"plan: expected a JSON object with {names}, got {text!r}: {error}") from error
