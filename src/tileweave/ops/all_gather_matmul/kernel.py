@@ -158,11 +158,14 @@ def col_tiles(work):
 
 @gl.jit
 def locate(work, t):
-    """The t-th tile: whose rows it has, its row in these, its column; own rows come first."""
+    """The t-th tile: whose rows it has, its row in these, its column; own rows come first, unless there are few."""
     per = row_tiles(work) * col_tiles(work)
-    owner = (work.flags.rank + t // per) % work.flags.world
-    i, j = grouped_order(t % per, row_tiles(work), col_tiles(work), work.GROUP)
-    return owner, i * work.matmul.BM, i * work.matmul.BM, j * work.matmul.BN
+    owner, i, j = t // per, 0, t % per
+    if row_tiles(work) == 1:  # columns of B for all owners in turn, lest they come from device memory for each
+        owner, j = t % work.flags.world, t // work.flags.world
+    else:
+        i, j = grouped_order(t % per, row_tiles(work), col_tiles(work), work.GROUP)
+    return (work.flags.rank + owner) % work.flags.world, i * work.matmul.BM, i * work.matmul.BM, j * work.matmul.BN
 
 
 @gl.jit

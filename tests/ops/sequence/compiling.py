@@ -1,0 +1,62 @@
+"""Compile the attention ops' kernels for sm_90a without a GPU, under whichever Triton is on the path.
+
+    python tests/ops/sequence/compiling.py     prints one JSON object: {variant: report}
+
+As tests/compiling.py, of which the fabric is: a variant goes through the op's own launch code. A report also has
+`loops`: of each innermost loop that multiplies, how many wgmma it has and how often it touches the stack.
+"""
+
+import importlib
+import json
+import re
+from unittest import mock
+
+import torch
+
+from tests.compiling import CompilingFabric, meta
+from tests.ops.sequence.variants import VARIANTS
+from tileweave.bench import compile as compiler
+from tileweave.ops.contract import Site
+from tileweave.ops.sequence.contract import likes
+
+
+def multiplying_loops(sass) -> list[tuple[int, int]]:
+    """(wgmma, stack accesses) of the innermost loops with wgmma: from a branch's target up to it. What lies in between
+    belongs to one warp partition: a branch from a wait's slow path, at the end of the code, closes no loop."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)]
+    loops = []
+    for at, text in code:
+        target = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if target and int(target[1], 16) <= at:
+            body = [x for place, x in code if int(target[1], 16) <= place <= at]
+            if any("HGMMA" in x for x in body) and not any("USETMAXREG" in x or "EXIT" in x for x in body):
+                loops.append((int(target[1], 16), at, body))
+    inner = [
+        body
+        for first, last, body in loops
+        if not any((a, b) != (first, last) and first <= a and b <= last for a, b, _ in loops)
+    ]
+    return [(sum("HGMMA" in x for x in b), sum(bool(re.search(r"\b(STL|LDL)", x)) for x in b)) for b in inner]
+
+
+def compiled(op, world=4, rows=1000, dim=128, dtype="bfloat16", causal=False, layout="bhsd", placement=None) -> dict:
+    """One variant."""
+    fabric, kind, found = CompilingFabric(world), getattr(torch, dtype), []
+    q, k, v = (meta(2, *((h, rows) if layout == "bhsd" else (rows, h)), dim, dtype=kind) for h in (32, 8, 8))
+    check, launch = (importlib.import_module(f"tileweave.ops.{op}.{name}") for name in ("check", "launch"))
+    more = [placement or "contiguous"] if op == "ring_attention" else []
+    call, route = check.settle(Site.of(fabric), *likes(q, k, v), causal, None, layout, *more, None)
+    disassembled = compiler._disassembled
+
+    def kept(cubin):
+        usage, sass = disassembled(cubin)
+        found.extend(multiplying_loops(sass))
+        return usage, sass
+
+    with mock.patch.object(compiler, "_disassembled", kept):
+        launch.fused(fabric, call, q, k, v, route.plan)
+    return {**fabric.reports[-1], "loops": found}
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compiled(**options) for name, options in VARIANTS.items()}))
