@@ -22,7 +22,7 @@ from tileweave.bench.matmul import key
 from tileweave.bench.measure import interleaved, machine
 from tileweave.ops.grouped_matmul import reference
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
-from tileweave.planner.moe import GroupedProblem, candidates
+from tileweave.planner.moe import GroupedProblem, candidates, plan_for
 
 HIDDEN, INNER = 7168, 2048
 SHAPES = [
@@ -60,8 +60,9 @@ def measure(rows: int, experts: int, skewed: bool, sweep: bool, transposed: bool
     counts = sizes(rows, experts, skewed)
     offsets = torch.tensor(counts, device="cuda").cumsum(0).int()
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
-    found = [plan for _, plan in candidates(GroupedProblem(rows, experts, INNER, HIDDEN, sms))]
-    plans = found if sweep else found[:1]
+    problem = GroupedProblem(rows, experts, INNER, HIDDEN, sms)
+    planned = plan_for(problem)
+    plans = [plan for _, plan in candidates(problem)] if sweep else [planned]
     runs: dict[str, Callable] = {"torch": lambda: torch.nn.functional.grouped_mm(x, w, offs=offsets)}
     for plan in plans:
         runs[key(plan)] = lambda plan=plan: tw.grouped_matmul(x, w, offsets, plan=plan)
@@ -70,7 +71,7 @@ def measure(rows: int, experts: int, skewed: bool, sweep: bool, transposed: bool
     flops = 2e-9 * rows * HIDDEN * INNER
     return {
         "rows": rows, "experts": experts, "routing": "skewed" if skewed else "balanced", "largest": max(counts),
-        "w": "E x I x H" if transposed else "E x H x I", "planned": key(found[0]),
+        "w": "E x I x H" if transposed else "E x H x I", "planned": key(planned),
         "tflops": {name: [flops / ms for ms in (t.median, t.high, t.low)] for name, t in times.items()},
     }  # fmt: skip
 

@@ -11,6 +11,7 @@ from tileweave.planner.tiling import TILINGS, Tile, Tiling, overlapped, part_row
 
 FLAGS = 448  # of a rank
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
+ALIKE = 1.04  # costs that the model cannot tell apart
 
 
 @dataclass(frozen=True)
@@ -54,16 +55,23 @@ def predict_us(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H20
 
 
 def candidates(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans of the table, each with its predicted microseconds, the fastest first; of equals the largest tile."""
+    """All plans of the table, each with its predicted microseconds, the fastest first."""
     found = [
         (predict_us(problem, tiling, hardware), Plan(tile=tiling.tile, stages=tiling.stages)) for tiling in TILINGS
     ]
-    return sorted(found, key=lambda each: (each[0], -each[1].tile[0] * each[1].tile[1]))
+    return sorted(found, key=lambda each: each[0])
+
+
+def cheapest(problem: GroupedProblem, hardware: Hardware = H200) -> tuple[float, Plan]:
+    """Of the plans that the model does not tell apart, the one whose tiles read least from L2: all SMs read at once."""
+    found = candidates(problem, hardware)
+    alike = [each for each in found if each[0] <= ALIKE * found[0][0]]
+    return min(alike, key=lambda each: 1 / each[1].tile[0] + 1 / each[1].tile[1])
 
 
 def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
     """The fastest plan by the cost model."""
-    cost, plan = candidates(problem, hardware)[0]
+    cost, plan = cheapest(problem, hardware)
     reason = (
         f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs are the cheapest for {problem.experts} experts "
         f"of {problem.rows / problem.experts:.0f} rows on average"
@@ -123,7 +131,7 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
     comm_sms = min(max(problem.sms // 8 // 2 * 2, 2), problem.sms - 1, FLAGS // (problem.world + 1))
     rows = 512 * problem.experts  # of what a rank takes in nothing is known
     grouped = GroupedProblem(rows, problem.experts, problem.n, problem.k, problem.sms - comm_sms)
-    chosen = candidates(grouped, hardware)[0][1]
+    chosen = cheapest(grouped, hardware)[1]
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
         f"{comm_sms} of {problem.sms} SMs); tiles of {chosen.tile[0]} x {chosen.tile[1]} are the cheapest for experts "
