@@ -16,8 +16,8 @@ from tests.ops.sequence.problems import whole
 NAME = "ring_attention"
 WAIT = "gl.wait(flags, block * flags.world + source, work.epoch)"
 MINE = "where = [(epoch & 1) * work.flags.world + work.flags.rank, head, row, 0]"
-SIGNAL = "gl.signal(work.flags, receiver(work, block), b * work.flags.world + work.flags.rank, epoch)"
-NOTHING = "gl.signal(work.flags, peer, b * work.flags.world + work.flags.rank, work.epoch)"
+SIGNAL = "raise_flag(work, receiver(work, block), 0, block // reach(work))"
+NOTHING = "raise_flag(work, peer, 0, b)"
 OWN = 'if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.ends - 1:'
 
 MUTANTS = {
@@ -39,7 +39,7 @@ MUTANTS = {
     "half of the keys to everybody": ([("(receiver(work, block) > work.flags.rank) & (row >= work.cols // 2)", "row >= work.cols // 2")], "RW"),
     "half of the keys to the wrong ranks": ([("(receiver(work, block) > work.flags.rank) &", "(receiver(work, block) < work.flags.rank) &")], "RW"),
     "tells another receiver": ([(SIGNAL, SIGNAL.replace("receiver(work, block)", "receiver(work, block + 1)"))], "RD"),
-    "raises the first block's flag for all": ([(SIGNAL, SIGNAL.replace("b * work.flags.world + ", ""))], "RD"),
+    "raises the first block's flag for all": ([(SIGNAL, SIGNAL.replace("block // reach(work)", "0"))], "RD"),
     "sends to one too few": ([("return flags.world - 1 - flags.rank * (1 if", "return flags.world - 2 - flags.rank * (0 if")], "D"),
     "does not tell those who see nothing": ([(NOTHING, "pass")], "RD"),
     "expects too few bytes": ([("att.BN * att.D * 2)\n    if is_v", "att.BN * att.D)\n    if is_v")], "RDP"),

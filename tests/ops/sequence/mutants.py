@@ -13,18 +13,26 @@ KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 
 
 def put_edited(op, edits, monkeypatch, folder):
-    """Edits are (old, new); an old text must occur exactly once. `folder`: where the copy is written."""
-    text = (SOURCES / f"ops/{op}/kernel.py").read_text()
+    """Edits are (old, new); an old text must occur exactly once, in the kernel or in what such kernels share.
+
+    `folder`: where the copies are written.
+    """
+    paths = {"tileweave.tiles.exchange": "tiles/exchange.py", "kernel": f"ops/{op}/kernel.py"}
+    texts = {name: (SOURCES / path).read_text() for name, path in paths.items()}
     for old, new in edits:
-        assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
-        text = text.replace(old, new)
-    name = f"mutant_{folder.name}_{op}"
-    target = folder / f"{name}.py"
-    target.write_text(text)
-    spec = importlib.util.spec_from_file_location(name, target)
-    monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
-    spec.loader.exec_module(sys.modules[name])
-    monkeypatch.setattr(f"tileweave.ops.{op}.launch.{op}_kernel", getattr(sys.modules[name], f"{op}_kernel"))
+        count = sum(text.count(old) for text in texts.values())
+        assert count == 1, f"the text to edit occurs {count} times: {old!r}"
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    shared = f"mutant_{folder.name}_exchange"
+    texts["kernel"] = texts["kernel"].replace("from tileweave.tiles.exchange import", f"from {shared} import")
+    for name, text in ((shared, texts["tileweave.tiles.exchange"]), (f"mutant_{folder.name}_{op}", texts["kernel"])):
+        target = folder / f"{name}.py"
+        target.write_text(text)
+        spec = importlib.util.spec_from_file_location(name, target)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+    monkeypatch.setattr(f"tileweave.ops.{op}.launch.{op}_kernel", getattr(module, f"{op}_kernel"))
 
 
 def outcome(op, calls, seed, size=3, sms=4):

@@ -23,7 +23,7 @@ def reports(request):
     paths = [*([old_triton()] if request.param == "3.6.0" else []), str(ROOT / "src"), str(ROOT)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
     program = [sys.executable, str(ROOT / "tests/ops/sequence/compiling.py")]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert {r["triton"] == "3.6.0" for r in found.values()} == {request.param == "3.6.0"}

@@ -7,7 +7,7 @@ import tileweave as tw
 from tests.ops.sequence.fused import assert_right, explained, plan, run_calls
 from tests.ops.sequence.problems import assert_near, shards, truth, whole
 from tileweave.fabric.base import ABORT, HEADER_WORDS
-from tileweave.ops.ulysses_attention import kernel
+from tileweave.tiles import exchange
 
 NAME = "ulysses_attention"
 
@@ -134,7 +134,7 @@ def test_an_aborted_wait_makes_nan_of_what_needed_the_peers():
 
 
 def test_epochs_may_wrap_and_flags_that_short_calls_leave_out_do_not_fall_behind():
-    period = kernel.REFRESH.value
+    period = exchange.REFRESH.value
     for start in (period - 3, 2**31 - 2):
         calls = [(whole(1, 2, 2, 2 * 8, 64, dtype=torch.bfloat16), dict(plan=plan()))]
         with tw.virtual_world(2, device="cpu", sms=3) as w:

@@ -14,16 +14,13 @@ whole tiles. With CAUSAL a piece sees
 | earlier ranks | all of contiguous keys, the first half of zigzag ones | the first half |
 | later ranks | nothing | all |
 
-and what no row of the receiver sees is not sent. Two slots alternate by the epoch. Besides the tables of the template and
-of the communicator:
+and what no row of the receiver sees is not sent. Two slots alternate by the epoch. Besides the tables of the template, of
+the communicator and of the exchange:
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
-| flags[d][b * WORLD + r] = epoch | rank r, the last communicator that sent d of its b-th block of heads; at once where d sees nothing | rank d's loaders, before a segment of these heads; d's first communicator, b = 0, before it ends | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
+| flags[d][b * WORLD + r] = epoch | rank r, the last communicator that sent d of its b-th block of heads; at once where d sees nothing | rank d's loaders, before a segment of these heads; d's first communicator, b = 0, before it ends | release / acquire, sys; then a proxy fence | the exchange's |
 | slot e % 2 of rank d | peers in call e (TMA stores) | d's loaders after flags | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
-| state[DONE] | every storer and communicator at its end | nobody; the last one advances the epoch | acq_rel, gpu | the last one puts it back to 0 |
-| state[EPOCH] | the last one | next launch (kernel boundary) | stream order | read by all CTAs before they arrive at DONE |
-| state[NEXT] | the template's counter of tiles | nobody | relaxed, gpu | 0 between launches |
 
 A wait that times out makes the loader load K from beyond the slot, which TMA fills with NaN: every role keeps its counts.
 """
@@ -41,25 +38,9 @@ from tileweave.tiles.attention import (
     nothing_before_q,
     run_attention,
 )
-from tileweave.tiles.channel import Channel
 from tileweave.tiles.communicator import send_blocks
-from tileweave.tiles.matmul import DONE, EPOCH
-
-NEXT = gl.constexpr(127)  # the last word of `state`: behind the communicators' counters, a block and receiver each
-REFRESH = gl.constexpr(1 << 20)
-
-
-@gl.aggregate
-class Sender:
-    """What communicators take of the CTA: the ring that they send through, their counters, how many they are."""
-
-    ring: Channel
-    state: gl.tensor
-    COMM_SMS: gl.constexpr
-
-    @gl.constexpr_function
-    def __init__(self, ring, state, COMM_SMS):
-        self.ring, self.state, self.COMM_SMS = ring, state, gl.constexpr(COMM_SMS)
+from tileweave.tiles.exchange import NEXT, Sender, finish, moved, raise_flag
+from tileweave.tiles.matmul import EPOCH
 
 
 @gl.aggregate
@@ -200,12 +181,6 @@ def load_any(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there
 
 
 @gl.jit
-def moved(buf, like):
-    """A buffer of the ring in the shape that descriptor `like` moves."""
-    return gl.reinterpret(buf, like.dtype, like.block_shape, like.layout)
-
-
-@gl.jit
 def reach(work):
     """How many ranks this one sends to: of contiguous causal rows the later ones."""
     flags = work.flags
@@ -260,11 +235,8 @@ def send(work, block, i, at, epoch):
 
 @gl.jit
 def tell(work, block, epoch):
-    """Communicator: raise the flag of a block, now and then with those that a call of so few blocks leaves out."""
-    first = block // reach(work)
-    end = gl.where(epoch % REFRESH == 0, work.FLAGS, first + 1)
-    for b in range(first, end, work.blocks):
-        gl.signal(work.flags, receiver(work, block), b * work.flags.world + work.flags.rank, epoch)
+    """Communicator: raise the flag of a block."""
+    raise_flag(work, receiver(work, block), 0, block // reach(work))
 
 
 @gl.jit
@@ -273,23 +245,12 @@ def communicate(work):
     if work.CAUSAL and work.PIECES == 1:
         if gl.program_id(0) == 0:
             for peer in range(0, work.flags.rank):
-                for b in range(0, gl.where(work.epoch % REFRESH == 0, work.FLAGS, 1)):
-                    gl.signal(work.flags, peer, b * work.flags.world + work.flags.rank, work.epoch)
+                for b in range(0, work.blocks):
+                    raise_flag(work, peer, 0, b)
     send_blocks(work, reach(work) * work.blocks, work.share, work.epoch, fetch, send, tell)
     if gl.program_id(0) == 0:
         gl.wait_all(work.flags, 0, work.flags.world, work.epoch, skip=work.flags.rank)
     finish(work)
-
-
-@gl.jit
-def finish(work):
-    """A storer's or communicator's end; the last one advances the epoch."""
-    state = work.matmul.state
-    if work.flags.world > 1:
-        gl.barrier()
-        if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.ends - 1:
-            gl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")
-            gl.atomic_xchg(state + EPOCH, work.epoch, sem="relaxed", scope="gpu")
 
 
 # ---------------------------------------------------------------- the kernel

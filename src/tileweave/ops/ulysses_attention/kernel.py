@@ -6,17 +6,16 @@ what other ranks have comes into its slot, a place per source, so that no tile s
 the sources' rows as padded to whole tiles. Heads go a block at a time to everybody, the next rank first, in the order in
 which tiles take them up. A finished tile of foreign rows goes into a slot of their rank; that rank's communicators, once
 they have sent everything, bring what has come there to the result. With CAUSAL a tile sees its own source's keys up to its
-diagonal and those of the sources before. Two slots alternate by the epoch. Besides the tables of the template and of the
-communicator:
+diagonal and those of the sources before. Two slots alternate by the epoch. Besides the tables of the template, of the
+communicator and of the exchange:
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
-| flags[d][b * WORLD + r] = epoch | rank r, the last communicator that sent d of its b-th block of heads | rank d's loaders, before queries and keys of r of these heads | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
+| flags[d][b * WORLD + r] = epoch | rank r, the last communicator that sent d of its b-th block of heads | rank d's loaders, before queries and keys of r of these heads | release / acquire, sys; then a proxy fence | the exchange's |
 | flags[d][(FLAGS + b) * WORLD + r] = epoch | rank r, the last storer of d's rows of the b-th block | rank d's communicators | release / acquire, sys; then a proxy fence | likewise |
 | slot e % 2 of rank d | peers in call e (TMA stores) | d's loaders and communicators after flags | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
 | state[stored + b * WORLD + d] | each storer, a tile of d's rows of the b-th block performed | nobody; the last one tells | acq_rel, gpu | the last one puts it back to 0 |
 | queries.ready, in a communicator | its TMA loads of what has come | the same CTA | mbarrier, CTA | store_read_wait before the buffer's next load |
-| state[DONE], state[EPOCH], state[NEXT] | as in ring_attention | | | |
 
 A wait that times out makes loads come from beyond the end, which TMA fills with NaN: every role keeps its counts.
 """
@@ -33,25 +32,9 @@ from tileweave.tiles.attention import (
     query_buf,
     run_attention,
 )
-from tileweave.tiles.channel import Channel
 from tileweave.tiles.communicator import send_blocks
-from tileweave.tiles.matmul import DONE, EPOCH, OWN_WORDS
-
-NEXT = gl.constexpr(127)  # the last word of `state`
-REFRESH = gl.constexpr(1 << 20)
-
-
-@gl.aggregate
-class Sender:
-    """What communicators take of the CTA: the ring that they send through, their counters, how many they are."""
-
-    ring: Channel
-    state: gl.tensor
-    COMM_SMS: gl.constexpr
-
-    @gl.constexpr_function
-    def __init__(self, ring, state, COMM_SMS):
-        self.ring, self.state, self.COMM_SMS = ring, state, gl.constexpr(COMM_SMS)
+from tileweave.tiles.exchange import NEXT, Sender, finish, moved, raise_flag
+from tileweave.tiles.matmul import EPOCH, OWN_WORDS
 
 
 @gl.aggregate
@@ -138,12 +121,6 @@ def epilogue(work, o, peak, total, MINE: gl.constexpr, batch, head, row, LAYOUT:
 
 
 @gl.jit
-def moved(buf, like):
-    """A buffer of the CTA in the shape that descriptor `like` moves."""
-    return gl.reinterpret(buf, like.dtype, like.block_shape, like.layout)
-
-
-@gl.jit
 def place(work, source):
     """Where what comes from a source lies in a slot."""
     return (work.epoch & 1) * work.flags.world + source
@@ -195,14 +172,6 @@ def load_kv(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there)
             gl.tma_load(att.k_desc, own, bar, buf)
         else:
             gl.load_async(work.k_slots, rank, at, moved(buf, work.k_slots), bar)
-
-
-@gl.jit
-def raise_flag(work, peer, first, block):
-    """Tell a peer of a block, now and then with those that a call of so few blocks leaves out; `first` of its kind."""
-    end = gl.where(work.epoch % REFRESH == 0, work.FLAGS, block + 1)
-    for b in range(block, end, work.blocks):
-        gl.signal(work.flags, peer, (first + b) * work.flags.world + work.flags.rank, work.epoch)
 
 
 @gl.jit
@@ -365,17 +334,6 @@ def communicate(work):
     send_blocks(work, (work.flags.world - 1) * work.blocks, work.share, work.epoch, fetch, send, tell)
     collect(work)
     finish(work)
-
-
-@gl.jit
-def finish(work):
-    """A storer's or communicator's end; the last one advances the epoch."""
-    state = work.matmul.state
-    if work.flags.world > 1:
-        gl.barrier()
-        if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.ends - 1:
-            gl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")
-            gl.atomic_xchg(state + EPOCH, work.epoch, sem="relaxed", scope="gpu")
 
 
 # ---------------------------------------------------------------- the kernel
