@@ -6,10 +6,15 @@ import pytest
 import torch
 
 import tileweave as tw
+from tests.fabric.test_virtual import capture
+from tests.ops.sequence.fused import assert_right, explained, placed, plan, run_calls
 from tests.ops.sequence.problems import assert_near, run, truth, whole
+from tileweave import FabricTimeout
+from tileweave.fabric import fabric_of
 from tileweave.ops.sequence.local import attend, attend_backward, kernel_of
 
 pytestmark = pytest.mark.gpu
+OPS = ["ring_attention", "ulysses_attention"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +45,7 @@ def test_which_kernel_computes_a_block():
         assert kernel_of(x.float(), x.float()) == "math"
 
 
-@pytest.mark.parametrize("op", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
@@ -59,7 +64,7 @@ def test_values_and_gradients(world, heads, kv_heads, rows, dim, causal, layout,
                 assert_near(got, truth(tensors, **options), torch.bfloat16, slack=6)
 
 
-@pytest.mark.parametrize("op", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize("op", OPS)
 def test_large_logits_and_compiled(op):
     tensors = whole(1, 8, 8, 1024, 64, dtype=torch.bfloat16, times=50, device="cuda")
     call = torch.compile(functools.partial(getattr(tw, op)), fullgraph=True)
@@ -67,3 +72,73 @@ def test_large_logits_and_compiled(op):
         with tw.virtual_world(2, device="cuda", timeout=5.0) as w:
             got = run(w, fn, tensors, causal=True)
         assert_near(got, truth(tensors, causal=True), torch.bfloat16, slack=6)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("comm_sms", [1, 3, 8])
+def test_tiles_and_communicators(op, comm_sms):
+    """Calls of changing shapes, masks and plans on one workspace, back to back."""
+    shapes = [
+        ((1, 8, 8, 4 * 700, 128), dict(causal=True, plan=plan((128, 128, 128), 5, comm_sms))),
+        ((2, 8, 4, 4 * 10, 64), dict(plan=plan((128, 64, 64), 6, comm_sms))),
+        ((1, 16, 4, 4 * 514, 64), dict(causal=True, layout="bshd", plan=plan((128, 128, 64), 8, comm_sms))),
+        ((3, 4, 1, 4 * 96, 72), dict(plan=plan((64, 64, 128), 4, comm_sms))),
+    ]
+    for placement in ("contiguous", "zigzag") if op == "ring_attention" else ("contiguous",):
+        more = dict(placement=placement) if op == "ring_attention" else {}
+        calls = [
+            (whole(*shape, dtype=torch.bfloat16, seed=10 * i + j, device="cuda"), {**kw, **more})
+            for i in range(3)
+            for j, (shape, kw) in enumerate(shapes)
+        ]
+        with tw.virtual_world(4, device="cuda", timeout=5.0) as w:
+            assert w.run(lambda rank, group, c=calls[0]: explained(op, c[0], group, c[1]))[0].fused
+            assert_right(run_calls(w, op, calls), calls)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_absent_rank_gives_a_timeout_and_the_world_works_again(op):
+    """Rank 1 has fallen a call behind for good: its peers wait for flags that never come."""
+    calls = [(whole(1, 6, 3, 3 * 300, 64, dtype=torch.bfloat16, device="cuda"), {})]
+    with tw.virtual_world(3, device="cuda", timeout=1.0) as w:
+        run_calls(w, op, calls)
+        w.workspace.ops[op].state[1, 0] -= 1
+        with pytest.raises(FabricTimeout, match=rf"{op}: rank [02] waited") as caught:
+            run_calls(w, op, calls)
+        assert caught.value.expected - caught.value.seen == 1
+        assert_right(run_calls(w, op, calls), calls)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_hundreds_of_replays_with_new_data_between_eager_calls(op):
+    data = [whole(1, 8, 4, 2 * 520, 64, dtype=torch.bfloat16, seed=i, device="cuda")[:3] for i in range(11)]
+    other = (whole(2, 4, 2, 2 * 72, 128, dtype=torch.bfloat16, seed=100, device="cuda"), {})
+    parts, parts_of_other = [placed(x, 2, {}) for x in data], placed(other[0][:3], 2, {})
+
+    def rank_program(rank, group):
+        static = [x[rank].clone() for x in parts[0]]
+        getattr(tw, op)(*static, group, causal=True)
+        getattr(tw, op)(*(x[rank] for x in parts_of_other), group)
+        torch.cuda.synchronize()
+        fabric_of(group).rendezvous()
+        graph, out = capture(lambda: getattr(tw, op)(*static, group, causal=True))
+        replayed, eager = [], []
+        for i in range(300):
+            for x, new in zip(static, parts[7 * i % len(data)], strict=True):
+                x.copy_(new[rank])
+            fabric_of(group).rendezvous()
+            graph.replay()
+            if i % 10 == 0:
+                replayed.append(out.clone())
+            if i % 25 == 0:
+                eager.append(getattr(tw, op)(*(x[rank] for x in parts_of_other), group))
+        return replayed, eager
+
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as w:
+        by_rank = w.run(rank_program)
+    replayed, eager = ([torch.cat(xs, 2) for xs in zip(*kind, strict=True)] for kind in zip(*by_rank, strict=True))
+    for j, out in enumerate(replayed):
+        q, k, v = data[70 * j % len(data)]
+        assert_near([out], truth((q, k, v, q), causal=True), torch.bfloat16)
+    for out in eager:
+        assert_near([out], truth(other[0]), torch.bfloat16)
