@@ -9,7 +9,8 @@ from tileweave.planner.plan import SPLITS, Plan
 from tileweave.planner.tiling import STEP_BYTES, TILINGS, Tile, Tiling, operand_bytes, overlapped, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "none")
-MECHANISMS = {"tma": SCHEDULES, "copy_engine": ("inter_sm",), "register": SCHEDULES}  # and the schedules of each
+# And the schedules of each.
+MECHANISMS = {"tma": SCHEDULES, "register": SCHEDULES, "multimem": ("inter_sm", "none"), "copy_engine": ("inter_sm",)}
 COPYING_RANKS = 64  # that the copy engine's channel has flags for
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
 # prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
@@ -56,7 +57,7 @@ def computing_sms(problem: Problem, plan: Plan) -> int:
 
 def item_tiles(plan: Plan) -> int:
     """Tiles that a communicator carries at once, as device code has it."""
-    return 1 if plan.mechanism == "register" else 1 + plan.tile[1] // plan.tile[0]
+    return 1 if plan.mechanism in ("register", "multimem") else 1 + plan.tile[1] // plan.tile[0]
 
 
 def block_tiles(problem: Problem, plan: Plan, flags: int) -> int:

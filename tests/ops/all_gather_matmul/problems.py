@@ -13,6 +13,7 @@ MECHANISMS = [
     dict(mechanism="register", schedule="intra_sm"),
     dict(mechanism="copy_engine", comm_sms=0),
 ]
+MULTIMEM = [dict(mechanism="multimem")]  # not on virtual ranks
 WAYS = [*(dict(schedule=name) for name in ("inter_sm", "intra_sm", "none")), *MECHANISMS]
 
 

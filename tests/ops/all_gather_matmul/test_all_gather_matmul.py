@@ -265,7 +265,7 @@ WRONG = [
     (dict(max_sms=0), ValueError, "max_sms must be from 1 to .*got 0"),
     (dict(max_sms=2.0), TypeError, "max_sms must be an int or None, got float"),
     (dict(plan="fast"), TypeError, "Plan"),
-    (dict(plan=plan(mechanism="smoke")), ValueError, "'tma', 'copy_engine', 'register'"),
+    (dict(plan=plan(mechanism="smoke")), ValueError, "'tma', 'register', 'multimem', 'copy_engine'"),
     (dict(plan=plan(schedule="sideways")), ValueError, "'inter_sm', 'intra_sm', 'none'"),
     (dict(plan=plan(comm_sms=0)), ValueError, "plan.comm_sms=0: the inter_sm schedule has 1 to 3 with 4 SMs"),
     (dict(plan=plan(comm_sms=4)), ValueError, "plan.comm_sms=4: the inter_sm schedule has 1 to 3 with 4 SMs"),

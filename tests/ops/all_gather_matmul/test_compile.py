@@ -39,3 +39,4 @@ def test_a_variant_has_the_machine_instructions_it_is_made_for(reports, name):
     assert r["QGMMA" if "float8" in name else "HGMMA"] >= 4, "a K step of 128 bytes is four wgmma"
     assert r["UTMALDG"] >= 2 and r["UTMASTG"] >= 1 and r["UTMAREDG"] == 0
     assert r["USETMAXREG"] > 0
+    assert r["multimem"] == (["multimem.st"] if "multimem" in name else [])

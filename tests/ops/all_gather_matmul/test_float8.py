@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.all_gather_matmul.problems import WAYS, plan, way_name
+from tests.ops.all_gather_matmul.problems import MULTIMEM, WAYS, plan, way_name
 from tileweave import emulator
 from tileweave.fabric.base import ABORT
 from tileweave.ops.all_gather_matmul import reference
@@ -57,7 +57,7 @@ def assert_scaled_right(results, given, biased=True, slack=1.0):
 
 
 @pytest.mark.parametrize("by_row", [False, True])
-@pytest.mark.parametrize("way", WAYS, ids=way_name)
+@pytest.mark.parametrize("way", WAYS + MULTIMEM, ids=way_name)
 @pytest.mark.parametrize(
     "world, rows, ns, k",
     [(1, 136, [264], 272), (2, 136, [200, 64], 384), (3, 40, [136], 256), (4, 8, [64, 8, 72], 16), (5, 24, [128], 128)],

@@ -1,13 +1,22 @@
-"""Mechanisms beside TMA in emulated worlds, against the float32 truth: registers, and the copy engine."""
+"""Mechanisms beside TMA in emulated worlds, against the float32 truth: registers, multicast, and the copy engine."""
 
 import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.all_gather_matmul.problems import MECHANISMS, WAYS, assert_right, operands, plan, run_calls, way_name
+from tests.ops.all_gather_matmul.problems import (
+    MECHANISMS,
+    MULTIMEM,
+    WAYS,
+    assert_right,
+    operands,
+    plan,
+    run_calls,
+    way_name,
+)
 from tileweave.fabric.base import ABORT, HEADER_WORDS
 from tileweave.ops.all_gather_matmul import places
-from tileweave.ops.all_gather_matmul.check import taken
+from tileweave.ops.all_gather_matmul.check import impossible
 from tileweave.ops.contract import Site
 from tileweave.planner.all_gather_matmul import Problem, unsupported
 
@@ -15,7 +24,7 @@ NAME = "all_gather_matmul"
 COPY = dict(mechanism="copy_engine", comm_sms=0)
 
 
-@pytest.mark.parametrize("way", MECHANISMS, ids=way_name)
+@pytest.mark.parametrize("way", MECHANISMS + MULTIMEM, ids=way_name)
 @pytest.mark.parametrize(
     "world, rows, ns, k",
     [
@@ -44,6 +53,7 @@ def test_calls_with_changing_shapes_and_mechanisms_one_rank_late(late):
         (8, [72, 8], 520, dict(mechanism="register")),
         (1, [64], 640, COPY),
         (136, [64], 64, dict(tile=(64, 64, 64), comm_sms=2)),
+        (136, [64], 72, dict(mechanism="multimem", comm_sms=2)),
         (256, [72, 64, 8], 136, dict(tile=(128, 128, 64), stages=3, mechanism="register", comm_sms=2)),
         (72, [72], 64, dict(COPY, tile=(64, 64, 64))),
     ]
@@ -78,7 +88,7 @@ def test_blocks_are_few_and_large():
     assert [places.flags_each(world, plan(**COPY)) for world in (2, 8, 16, 64)] == [8, 8, 7, 1]
 
 
-@pytest.mark.parametrize("way", MECHANISMS, ids=way_name)
+@pytest.mark.parametrize("way", MECHANISMS + MULTIMEM, ids=way_name)
 def test_tiles_that_ctas_share_and_strided_inputs(way):
     chosen = plan(tile=(128, 128, 64), split=2, **way)
     a, b, bias = operands(3, 72, [72], 200, seed=1)
@@ -94,7 +104,7 @@ def test_tiles_that_ctas_share_and_strided_inputs(way):
             assert_right(outs, x, y, z, True)
 
 
-@pytest.mark.parametrize("way", MECHANISMS, ids=way_name)
+@pytest.mark.parametrize("way", MECHANISMS + MULTIMEM, ids=way_name)
 def test_an_aborted_wait_makes_the_peers_rows_nan_and_leaves_own_rows(way):
     a, b, bias = operands(3, 136, [72], 72, seed=6)
     options = dict(plan=plan(**way), return_gathered=True)
@@ -111,7 +121,7 @@ def test_an_aborted_wait_makes_the_peers_rows_nan_and_leaves_own_rows(way):
         assert torch.cat([x[:136], x[272:]]).isnan().all()
 
 
-@pytest.mark.parametrize("way", WAYS, ids=way_name)
+@pytest.mark.parametrize("way", WAYS + MULTIMEM, ids=way_name)
 def test_what_lies_in_the_slots_beside_the_rows_does_not_count(way):
     """Rows are padded with zeros, not with what earlier calls of other shapes have left."""
     a, b, bias = operands(2, 72, [72], 72, seed=1)
@@ -149,7 +159,8 @@ def test_as_many_ranks_as_a_copy_engine_has_flags_for():
         (dict(mechanism="copy_engine", comm_sms=4), 2, "leaves 0 to 3 of 4 SMs to the copies"),
         (dict(mechanism="copy_engine", comm_sms=0), 65, "up to 64 ranks, the group has 65"),
         (dict(mechanism="copy_engine", comm_sms=1), 1, "a world of one has 0"),
-        (dict(mechanism="smoke"), 2, "'tma', 'copy_engine', 'register'"),
+        (dict(mechanism="multimem", schedule="intra_sm"), 2, "has 'inter_sm', 'none' with 'multimem'"),
+        (dict(mechanism="smoke"), 2, "'tma', 'register', 'multimem', 'copy_engine'"),
     ],
 )
 def test_what_a_mechanism_does_not_take(changes, world, says):
@@ -161,6 +172,13 @@ def test_virtual_ranks_leave_sms_to_the_copies():
     """Copies within one GPU would wait for ever behind the kernels that wait for them."""
     site = Site("virtual", 2, 66, torch.device("cuda"), None)
     none, one = plan(**COPY), plan(mechanism="copy_engine", comm_sms=1)
-    assert "leaves each rank 1 at least" in taken(site, none) and taken(site, one) is None
-    assert taken(site._replace(backend="processes"), none) is None
-    assert taken(site._replace(world=1), none) is None
+    assert "leaves each rank 1 at least" in impossible(site, none) and impossible(site, one) is None
+    assert impossible(site._replace(backend="processes"), none) is None
+    assert impossible(site._replace(world=1), none) is None
+
+
+def test_multimem_needs_multicast():
+    site, chosen = Site("processes", 2, 132, torch.device("cuda"), None, None), plan(mechanism="multimem")
+    assert impossible(site, chosen) is None
+    why = impossible(site._replace(unicast="NCCL_NVLS_ENABLE=0 forbids it"), chosen)
+    assert why == "plan.mechanism='multimem' needs multicast: NCCL_NVLS_ENABLE=0 forbids it; 'tma' would do"

@@ -66,12 +66,14 @@ COMMUNICATORS = (*ALL, "tile_of", "receiver", "tell", "communicate")
 ADDED_ROLES = {
     "tma": (*COMMUNICATORS, "fetch", "send"),
     "register": (*COMMUNICATORS, "copy_tile", "lines_to"),
+    "multimem": (*COMMUNICATORS, "broadcast_tile"),
     "copy_engine": (*ALL, "give_back", "await_places_kernel"),
 }
 # Lines of a role that are another schedule's, another mechanism's, or of scales.
 OF_OTHERS = {
-    "tell": ["send_scales(", "if work.DIRECT:", "signal_all(", "else:"],
-    "communicate": ["if work.BY_REGISTERS:", "_blocks(", "else:", "if work.LAST:"],
+    "tell": ["send_scales(", "if work.DIRECT or work.MULTIMEM:", "signal_all(", "else:"],
+    "communicate": ["if work.MULTIMEM:", "_blocks(", "if work.BY_REGISTERS:", "_blocks(", "else:", "if work.LAST:"],
+    "before_load": ["if work.MULTIMEM:", "fence_proxy_alias("],
 }
 ADDED_TO_LOAD = """    else:
         where = [place(work, owner, epoch), gl.where(there, row, work.rows), step * work.slots.block_shape[3]]

@@ -43,7 +43,7 @@ MUTANTS = {
     "tells nobody in the intra-SM schedule": (KERNEL, [("gl.signal_all(work.flags, flag, epoch)", "gl.signal(work.flags, work.flags.rank, flag, epoch)")], "D"),
     "raises the flag of the next block": (KERNEL, [("work.flags.rank * work.PER + block % work.blocks", "work.flags.rank * work.PER + (block + 1) % work.blocks")], "RD"),
     "raises all flags with the first block": (KERNEL, [("gl.where(epoch % REFRESH == 0, ", "gl.where(epoch == epoch, "), ("for flag in range(first, end, work.blocks)", "for flag in range(first, end)")], "R"),
-    "one receiver too few": (KERNEL, [("(1 if work.DIRECT else work.flags.world - 1)", "(1 if work.DIRECT else work.flags.world - 2)")], "D"),
+    "one receiver too few": (KERNEL, [("work.MULTIMEM else work.flags.world - 1)", "work.MULTIMEM else work.flags.world - 2)")], "D"),
     "rows of the block before": (KERNEL, [("row = (block % work.blocks * work.block_tiles + t", "row = ((block + 1) % work.blocks * work.block_tiles + t")], "RW"),
     # communicator
     "told before the stores are performed": (COMMUNICATOR, [("            gl.store_wait(LAG)\n", "")], "R"),

@@ -62,12 +62,24 @@ REGISTER = {
     "waits for a flag twice": (KERNEL, [("        there = gl.wait(", "        gl.wait(work.flags, owner * work.PER, epoch)\n        there = gl.wait(")], None),
 }  # fmt: skip
 
-TO = "to = work.at.scales + lines_to(work, receiver(work, block), work.flags.rank, epoch) * 4"
+MULTIMEM = {
+    "no alias fence behind the flag": (KERNEL, [("            gl.fence_proxy_alias()\n", "            pass\n")], "R"),
+    "no proxy fence after the flag": (KERNEL, [("        gl.fence_proxy_async()\n", "")], "R"),
+    "told before all threads have stored": (COMMUNICATOR, [("        gl.barrier()\n        count_block", "        count_block")], "R"),
+    "into the other slot": (KERNEL, [("work.at.everywhere + place(work, work.flags.rank, epoch)", "work.at.everywhere + place(work, work.flags.rank, epoch + 1)")], "RW"),
+    "into another source's place": (KERNEL, [("work.at.everywhere + place(work, work.flags.rank, epoch)", "work.at.everywhere + place(work, (work.flags.rank + 1) % work.flags.world, epoch)")], "RW"),
+    "tells one rank": (KERNEL, [("if work.DIRECT or work.MULTIMEM:\n            gl.signal_all", "if work.DIRECT:\n            gl.signal_all")], "D"),
+    "tiles beyond a block": (KERNEL, [("    if row < work.rows:\n", "    if row >= 0:\n")], "RPW"),
+    "places without room for whole tiles": (PLACES, [("math.ceil(call.rows / bm) * bm if plan.mechanism == MULTIMEM else call.rows", "call.rows")], "RPW"),
+    "a fence more": (KERNEL, [("            gl.fence_proxy_alias()\n", "            gl.fence_proxy_alias()\n            gl.fence_proxy_alias()\n")], None),
+}  # fmt: skip
+
+TO = "lines_to(work, receiver(work, block + peer * work.blocks), work.flags.rank, epoch)"
 SCALES = {
-    "told before all threads have stored scales": (KERNEL, [("            gl.store(to + rows, scales, mask=rows < end)\n        gl.barrier()\n", "            gl.store(to + rows, scales, mask=rows < end)\n")], "R"),
+    "told before all threads have stored scales": (KERNEL, [("gl.store(work.at.scales + to + rows, scales, mask=rows < end)\n        gl.barrier()\n", "gl.store(work.at.scales + to + rows, scales, mask=rows < end)\n")], "R"),
     "scales not sent": (KERNEL, [("    send_scales(work, block, epoch)\n", "")], "W"),
     "scales into the other slot": (KERNEL, [(TO, TO.replace("epoch)", "epoch + 1)"))], "RW"),
-    "scales to another rank": (KERNEL, [(TO, TO.replace("receiver(work, block)", "receiver(work, block + work.blocks)"))], "RW"),
+    "scales to another rank": (KERNEL, [(TO, TO.replace("block + peer", "block + (1 + peer)"))], "RW"),
     "scales of the first block only": (KERNEL, [("end = gl.minimum(first + work.block_tiles * work.matmul.BM, work.rows)", "end = gl.where(first == 0, gl.minimum(work.block_tiles * work.matmul.BM, work.rows), first)")], "W"),
     "scales of the block before": (KERNEL, [("scales = gl.load(work.at.scale_a + rows * work.at.step_a,", "scales = gl.load(work.at.scale_a + (rows + 1) % work.rows * work.at.step_a,")], "W"),
     "scales of own rows for all": (KERNEL, [("    if owner != work.flags.rank:\n        source =", "    if owner > work.flags.world:\n        source =")], "W"),
@@ -112,6 +124,14 @@ def test_edits_of_the_register_mechanism(name, monkeypatch, tmp_path):
         return found_by(calls, chosen, world=3, seed=seed, sms=4)
 
     judge(expected, outcome, monkeypatch, tmp_path, file, edits)
+
+
+@pytest.mark.parametrize("name", MULTIMEM)
+def test_edits_of_multimem(name, monkeypatch, tmp_path):
+    file, edits, expected = MULTIMEM[name]
+    calls = [(*operands(3, 200, [72, 8], 200, seed=i)[:2], None, {}) for i in range(3)]
+    chosen = plan(stages=3, comm_sms=3, mechanism="multimem")
+    judge(expected, lambda seed: found_by(calls, chosen, world=3, seed=seed, sms=5), monkeypatch, tmp_path, file, edits)
 
 
 @pytest.mark.parametrize("name", SCALES)

@@ -15,6 +15,8 @@ VARIANTS = {
     "copy engine": dict(FULL, mechanism="copy_engine", comm_sms=1),
     "by registers": dict(FULL, mechanism="register"),
     "by registers, fp16": dict(mechanism="register", dtype="float16", tile=(256, 128, 64)),
+    "multimem": dict(FULL, mechanism="multimem"),
+    "float8, multimem": dict(dtype="float8_e4m3fn", tile=(128, 256, 128), mechanism="multimem"),
     "float8": dict(dtype="float8_e4m3fn", tile=(128, 256, 128)),
     "float8, three b, gathered": dict(FULL, dtype="float8_e4m3fn", tile=(128, 256, 128)),
     "float8, one rank": dict(dtype="float8_e4m3fn", tile=(128, 256, 128), world=1, bias=False),

@@ -165,7 +165,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if refusal is None and device.type != site.device.type:
         refusal = f"a is on {device}, the ranks of this world are on {site.device}"
     problem = problem_of(site, call)
-    if plan is not None and (why := unsupported(problem, plan) or taken(site, plan)):
+    if plan is not None and (why := unsupported(problem, plan) or impossible(site, plan)):
         raise ValueError(f"{NAME}: {why}")
     if call.local:
         return Route(NAME, site.backend, False, "there is nothing to gather, nor to launch")
@@ -177,12 +177,16 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     return Route(NAME, site.backend, True, plan.reason, plan)
 
 
-def taken(site: Site, plan: Plan) -> str | None:
-    """Why the copies of a plan would wait for ever; None if they would not.
+def impossible(site: Site, plan: Plan) -> str | None:
+    """Why a fabric cannot follow a plan; None if it can.
 
     Copies within one GPU run on SMs, and none would be free while all ranks' kernels wait for them.
     """
-    if plan.mechanism == "copy_engine" and site.backend == "virtual" and site.world > 1 and plan.comm_sms < 1:
+    if site.refusal or site.world == 1:  # another path, or a matmul
+        return None
+    if plan.mechanism == "multimem" and site.unicast:
+        return f"plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do"
+    if plan.mechanism == "copy_engine" and site.backend == "virtual" and plan.comm_sms < 1:
         return (
             "plan.comm_sms=0: copies within one GPU need SMs, so on virtual ranks copy_engine leaves each rank 1 at "
             "least, for which comm_sms counts"

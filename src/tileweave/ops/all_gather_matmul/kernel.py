@@ -6,7 +6,8 @@ each rank sends to one and receives from one. B is up to three matrices side by 
 whole columns of tiles, and a result of its own (`Column`). GATHERED: loaders store the A tiles that they pass, each tile of
 the result a share of its row's, into an ordinary tensor. SCALED: 8-bit operands, whose scales go along with the rows.
 
-Communicator CTAs push, by TMA or (BY_REGISTERS) by loads and stores of 16 bytes; or the copy engine does (below).
+Communicator CTAs push, by TMA or (BY_REGISTERS) by loads and stores of 16 bytes, (MULTIMEM) of which one reaches all
+ranks; or the copy engine does (below).
 DIRECT (intra-SM, for comparison): communicators copy the shard into their own rank's slot, and loaders read peers' slots.
 LAST is False for a launch of communicators alone, behind which another one of the same call multiplies (no overlap).
 
@@ -16,7 +17,7 @@ and of the communicator:
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
 | flags[d][r * PER + i] = epoch | rank r, the last communicator that sent d of its i-th block | rank d's loaders, before a tile of these rows | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
-| slot e % 2 of rank d | peers in call e (TMA or register stores); DIRECT: d itself | d's loaders after flags; DIRECT: peers' loaders | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
+| slot e % 2 of rank d | peers in call e (TMA or register stores; MULTIMEM: through another address, hence an alias fence behind the wait); DIRECT: d itself | d's loaders after flags; DIRECT: peers' loaders | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
 | scales in slot e % 2 of rank d | as the rows of their block, by the communicator that tells of it | d's multipliers, for whom its loader has waited | flags; then ring.ready | as the rows |
 | ring, a use whose A tile goes to `gathered` | loader's TMA load | multipliers, and the loader before it stores | mbarrier, CTA | store_read_wait before the loader goes on |
 
@@ -86,13 +87,15 @@ class Pointers:
     step_a: gl.tensor
     places: gl.tensor  # rank 0's first place for the rows of a source, as 16-bit words,
     scales: gl.tensor  # and for their scales
+    everywhere: gl.tensor  # the places of all ranks at once
     rank_lines: gl.tensor
     place_lines: gl.tensor
 
     @gl.constexpr_function
-    def __init__(self, a, a_lines, k_lines, scale_a, step_a, places, scales, rank_lines, place_lines):
+    def __init__(self, a, a_lines, k_lines, scale_a, step_a, places, scales, everywhere, rank_lines, place_lines):
         self.a, self.a_lines, self.k_lines, self.scale_a, self.step_a = a, a_lines, k_lines, scale_a, step_a
-        self.places, self.scales, self.rank_lines, self.place_lines = places, scales, rank_lines, place_lines
+        self.places, self.scales, self.everywhere = places, scales, everywhere
+        self.rank_lines, self.place_lines = rank_lines, place_lines
 
 
 @gl.aggregate
@@ -120,6 +123,7 @@ class Work:
     GATHERED: gl.constexpr
     DIRECT: gl.constexpr
     BY_REGISTERS: gl.constexpr
+    MULTIMEM: gl.constexpr
     LAST: gl.constexpr
     SLOTS: gl.constexpr
     PER: gl.constexpr  # flags of a source
@@ -128,12 +132,12 @@ class Work:
     @gl.constexpr_function
     def __init__(
         self, matmul, flags, a, slots, gathered, at, epoch, c0, c1, c2, rows, blocks, block_tiles, share,
-        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, LAST, SLOTS, PER, GROUP,
+        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags, self.a, self.slots, self.gathered = matmul, flags, a, slots, gathered
         self.at, self.epoch, self.SLOTS = at, epoch, gl.constexpr(SLOTS)
         self.SCALED, self.BY_COLUMN = gl.constexpr(SCALED), gl.constexpr(BY_COLUMN)
-        self.BY_REGISTERS = gl.constexpr(BY_REGISTERS)
+        self.BY_REGISTERS, self.MULTIMEM = gl.constexpr(BY_REGISTERS), gl.constexpr(MULTIMEM)
         self.c0, self.c1, self.c2 = c0, c1, c2
         self.rows, self.blocks, self.block_tiles, self.share = rows, blocks, block_tiles, share
         self.COLUMNS, self.HAS_BIAS = gl.constexpr(COLUMNS), gl.constexpr(HAS_BIAS)
@@ -259,6 +263,8 @@ def before_load(work, owner, row, epoch):
     there = epoch == epoch
     if owner != work.flags.rank:
         there = gl.wait(work.flags, owner * work.PER + row // (work.block_tiles * work.matmul.BM), epoch)
+        if work.MULTIMEM:
+            gl.fence_proxy_alias()
         gl.fence_proxy_async()
     return there
 
@@ -285,9 +291,8 @@ def load(work, at, bar, owner, row, col, step, epoch, there):
 @gl.jit
 def tile_of(work, block, t):
     """(row, K step) of the t-th tile of a block; from beyond the end where the communicators do not divide the block."""
-    mm = work.matmul
-    row = (block % work.blocks * work.block_tiles + t // mm.k_steps) * mm.BM
-    return gl.where(t < work.block_tiles * mm.k_steps, row, work.rows), t % mm.k_steps
+    row = (block % work.blocks * work.block_tiles + t // work.matmul.k_steps) * work.matmul.BM
+    return gl.where(t < work.block_tiles * work.matmul.k_steps, row, work.rows), t % work.matmul.k_steps
 
 
 @gl.jit
@@ -311,12 +316,11 @@ def fetch(work, block, i, at):
 @gl.jit
 def send(work, block, i, at, epoch):
     """Communicator: push them into this rank's place in a slot."""
-    mm = work.matmul
-    TILES: gl.constexpr = 1 + mm.BN // mm.BM  # in a place of the ring, with what is meant for B
+    TILES: gl.constexpr = 1 + work.matmul.BN // work.matmul.BM
     for j in gl.static_range(TILES):
-        row, step = tile_of(work, block, (i * mm.COMM_SMS + gl.program_id(0)) * TILES + j)
+        row, step = tile_of(work, block, (i * work.matmul.COMM_SMS + gl.program_id(0)) * TILES + j)
         where = [place(work, work.flags.rank, epoch), row, step * work.slots.block_shape[3]]
-        gl.store_async(work.slots, receiver(work, block), where, place_buf(mm, at, j, work.slots))
+        gl.store_async(work.slots, receiver(work, block), where, place_buf(work.matmul, at, j, work.slots))
 
 
 @gl.jit
@@ -333,17 +337,32 @@ def copy_tile(work, block, i, epoch):
 
 
 @gl.jit
+def broadcast_tile(work, block, i, epoch):
+    """Communicator, MULTIMEM: the same to all ranks, whose places have room for whole tiles."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    row, step = tile_of(work, block, i * work.matmul.COMM_SMS + gl.program_id(0))
+    if row < work.rows:
+        rows = row + gl.arange(0, work.matmul.BM, gl.SliceLayout(1, L))[:, None]
+        cols = step * 64 + gl.arange(0, 64, gl.SliceLayout(0, L))[None, :]
+        own = work.at.a + rows.to(gl.int64) * (work.at.a_lines * 8) + cols
+        x = gl.load(own, mask=(rows < work.rows) & (cols < work.at.k_lines * 8), other=0.0)
+        to = work.at.everywhere + place(work, work.flags.rank, epoch).to(gl.int64) * work.at.place_lines * 8
+        gl.multimem_store(to + rows.to(gl.int64) * (work.matmul.k_steps * 64) + cols, x)
+
+
+@gl.jit
 def send_scales(work, block, epoch):
     """Communicator: the scales of a block's rows, all of which are performed."""
     if work.SCALED:
         LANES: gl.constexpr = 32 * gl.num_warps()
         first = block % work.blocks * work.block_tiles * work.matmul.BM
         end = gl.minimum(first + work.block_tiles * work.matmul.BM, work.rows)
-        to = work.at.scales + lines_to(work, receiver(work, block), work.flags.rank, epoch) * 4
-        for row in range(first, end, LANES):
-            rows = row + gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-            scales = gl.load(work.at.scale_a + rows * work.at.step_a, mask=rows < end, other=0.0)
-            gl.store(to + rows, scales, mask=rows < end)
+        for peer in range(work.flags.world - 1 if work.MULTIMEM else 1):
+            to = lines_to(work, receiver(work, block + peer * work.blocks), work.flags.rank, epoch) * 4
+            for row in range(first, end, LANES):
+                rows = row + gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+                scales = gl.load(work.at.scale_a + rows * work.at.step_a, mask=rows < end, other=0.0)
+                gl.store(work.at.scales + to + rows, scales, mask=rows < end)
         gl.barrier()
 
 
@@ -354,7 +373,7 @@ def tell(work, block, epoch):
     first = work.flags.rank * work.PER + block % work.blocks
     end = gl.where(epoch % REFRESH == 0, (work.flags.rank + 1) * work.PER, first + 1)
     for flag in range(first, end, work.blocks):
-        if work.DIRECT:
+        if work.DIRECT or work.MULTIMEM:
             gl.signal_all(work.flags, flag, epoch)
         else:
             gl.signal(work.flags, receiver(work, block), flag, epoch)
@@ -364,8 +383,10 @@ def tell(work, block, epoch):
 def communicate(work):
     """Communicator: all blocks to one receiver after the other."""
     epoch = this_epoch(work.matmul)
-    blocks = work.blocks * (1 if work.DIRECT else work.flags.world - 1)
-    if work.BY_REGISTERS:
+    blocks = work.blocks * (1 if work.DIRECT or work.MULTIMEM else work.flags.world - 1)
+    if work.MULTIMEM:
+        copy_blocks(work, blocks, work.share, epoch, broadcast_tile, tell)
+    elif work.BY_REGISTERS:
         copy_blocks(work, blocks, work.share, epoch, copy_tile, tell)
     else:
         send_blocks(work, blocks, work.share, epoch, fetch, send, tell)
@@ -407,17 +428,17 @@ def column(b, out, bias, scale, first, n, BN: gl.constexpr):
 
 
 @gl.jit(do_not_specialize=[
-    "rank", "a_lines", "step_a", "rank_lines", "place_lines", "n0", "n1", "n2",
+    "rank", "a_lines", "step_a", "everywhere", "rank_lines", "place_lines", "n0", "n1", "n2",
     "flags_stride", "timeout_us", "rows", "k", "whole", "split", "blocks", "block_tiles", "share",
 ])  # fmt: skip
 def all_gather_matmul_kernel(
     rank, a_desc, slots_desc, gathered_desc, a, scale_a, step_a, b0, b1, b2, out0, out1, out2, bias0, bias1, bias2,
-    scale0, scale1, scale2, scratch, a_lines, places, scales, rank_lines, place_lines,
-    flags_ptr, flags_stride, state, timeout_us, n0, n1, n2, rows, k, whole, split, blocks, block_tiles, share,
+    scale0, scale1, scale2, scratch, a_lines, places, scales, everywhere, rank_lines,
+    place_lines, flags_ptr, flags_stride, state, timeout_us, n0, n1, n2, rows, k, whole, split, blocks, block_tiles, share,
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
     SHARED: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, COLUMNS: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SCALED: gl.constexpr, BY_COLUMN: gl.constexpr, GATHERED: gl.constexpr, DIRECT: gl.constexpr, BY_REGISTERS: gl.constexpr, LAST: gl.constexpr,
-    SLOTS: gl.constexpr, PER: gl.constexpr, COMM_SMS: gl.constexpr,
+    SCALED: gl.constexpr, BY_COLUMN: gl.constexpr, GATHERED: gl.constexpr, DIRECT: gl.constexpr, BY_REGISTERS: gl.constexpr, MULTIMEM: gl.constexpr,
+    LAST: gl.constexpr, SLOTS: gl.constexpr, PER: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
     """out_i [WORLD, rows, n_i] = all ranks' a [rows, k] @ this rank's b_i [k, n_i]. Grid: co-resident CTAs, one per SM."""
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
@@ -430,12 +451,13 @@ def all_gather_matmul_kernel(
         False, B_T, COMM_SMS,
     )  # fmt: skip
     k_lines = k * (a_desc.dtype.primitive_bitwidth // 8) // 16
-    at = Pointers(a, a_lines, k_lines, scale_a, step_a, places, scales, rank_lines, place_lines)
+    all_places = gl.multicast_pointer(everywhere, a.dtype.element_ty) if MULTIMEM else places
+    at = Pointers(a, a_lines, k_lines, scale_a, step_a, places, scales, all_places, rank_lines, place_lines)
     gl.grid_dependency_wait()
     epoch = this_epoch(mm) if SCALED else rows
     work = Work(
         mm, flags, a_desc, slots_desc, gathered_desc, at, epoch, c0, c1, c2, rows, blocks, block_tiles, share,
-        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, LAST, SLOTS, PER, GROUP,
+        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
     )  # fmt: skip
     COMMUNICATE: gl.constexpr = communicate if COMM_SMS > 0 else no_communicator
     PUBLISH: gl.constexpr = give_back if SLOTS == 1 else nobody_to_tell

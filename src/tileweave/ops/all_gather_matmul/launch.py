@@ -11,6 +11,7 @@ from tileweave.ops.all_gather_matmul.check import MAX_B, NAME, Call, problem_of
 from tileweave.ops.all_gather_matmul.kernel import all_gather_matmul_kernel
 from tileweave.ops.all_gather_matmul.places import (
     COPY_ENGINE,
+    MULTIMEM,
     Copying,
     Places,
     as_words,
@@ -132,9 +133,9 @@ class Prepared:
         """The kernel's arguments that say where the peers' rows lie."""
         if isinstance(self.slots, Box):
             words = as_words(a)
-            return self.slots.at(words), words, scale_a, 0, 0
+            return self.slots.at(words), words, scale_a, 0, 0, 0
         places = self.slots
-        return places.descriptor, places.rows, places.scales, *places.lines
+        return places.descriptor, places.rows, places.scales, places.everywhere, *places.lines
 
     def _copies(self, fabric: Fabric, a: torch.Tensor, scale_a: torch.Tensor | None):
         """What the copy engine copies beside the kernel. Launches what goes ahead of that."""
@@ -248,6 +249,7 @@ def steps_of(
     world, (bm, bn, bk) = fabric.world_size, plan.tile
     problem = problem_of(Site.of(fabric), call)
     by_copies = isinstance(slots, Places) and plan.mechanism == COPY_ENGINE
+    by_multicast = world > 1 and plan.mechanism == MULTIMEM
     per = flags_each(world, plan) if world > 1 else 1
     tiles, sms = tiles_of(problem, plan.tile), computing_sms(problem, plan)
     k_steps = math.ceil(call.k / bk)
@@ -266,7 +268,8 @@ def steps_of(
             math.ceil(height * k_steps / max(plan.comm_sms * item_tiles(plan), 1)),
             world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, call.out_dtype.itemsize),
             plan.split > 1, GROUP_ROWS, b_t, len(ns), call.bias, call.scaled, call.by_column, call.return_gathered,
-            plan.schedule == "intra_sm", plan.mechanism == "register", last, 1 if by_copies else 2, per, comm_sms,
+            plan.schedule == "intra_sm", plan.mechanism == "register", by_multicast, last, 1 if by_copies else 2, per,
+            comm_sms,
         )  # fmt: skip
         return Step(grid, tail)
 

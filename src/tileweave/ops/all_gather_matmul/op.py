@@ -41,10 +41,10 @@ def all_gather_matmul(
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "inter_sm", `comm_sms` SMs
             push this rank's rows to the peers while the others multiply; "intra_sm", they copy them where peers can
             read, and the peers' multiplying SMs load them from there; "none", first the gather, then the matmul.
-            Mechanisms: "tma"; with "inter_sm" also "register", loads and stores of 16 bytes, and "copy_engine", which
-            takes no SMs between GPUs, so that comm_sms may be 0, for up to 64 ranks and rows in one piece, K in whole
-            steps of the tile (copied otherwise). On virtual ranks its copies run on SMs, of which each rank leaves
-            comm_sms, one at least.
+            Mechanisms: "tma"; "register", loads and stores of 16 bytes; "multimem", stores that reach all ranks, where
+            the fabric has multicast (not "intra_sm"); and with "inter_sm" "copy_engine", which takes no SMs between
+            GPUs, so that comm_sms may be 0, for up to 64 ranks and rows in one piece, K in whole steps of the tile
+            (copied otherwise). On virtual ranks copies run on SMs, of which each rank leaves comm_sms, one at least.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks; None: all that this rank has.
         regather: what a backward pass needs of the gathered rows, for the gradients of `b`. False: the forward pass
             keeps them, M x K elements; True: it keeps `a`, and the backward pass gathers once more.

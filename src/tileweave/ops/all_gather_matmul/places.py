@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from tileweave.ops.descriptors import ALIGN, parallel_view, slots_box
 from tileweave.planner import Plan
 from tileweave.tiles.matmul import FIRST_SHARE, OWN_WORDS
 
-COPY_ENGINE = "copy_engine"
+COPY_ENGINE, MULTIMEM = "copy_engine", "multimem"
 COPIES = 8  # blocks of a shard at most, each a copy of its own
 # Bytes of such a block at least, where the shard is so large. Measured between two H200s: 123 GB/s with copies of 1 MB,
 # 310 with 4, 355 with 16.
@@ -49,12 +50,14 @@ class Places:
     """Where the rows of each source lie in each rank's memory, for one of `slots` calls in turn.
 
     descriptor: [world, slot x source, rows, k in whole steps] for TMA, as 16-bit words; rows, scales: the same as
-    tensors, of scales [world, slot x source, rows]; lines: distances of ranks and places, in 16 bytes.
+    tensors, of scales [world, slot x source, rows]; everywhere: of all ranks at once, for a kernel, or 0; lines:
+    distances of ranks and places, in 16 bytes.
     """
 
     descriptor: object
     rows: torch.Tensor
     scales: torch.Tensor
+    everywhere: Any
     lines: tuple[int, int]
 
 
@@ -69,16 +72,18 @@ def places_of(fabric: Fabric, call: Call, plan: Plan) -> tuple[Channel, Places]:
     wide = torch.bfloat16 if call.dtype.itemsize == 1 else call.dtype
     words = math.ceil(call.k / bk) * bk * call.dtype.itemsize // 2
     scale_bytes = math.ceil(4 * call.rows / ALIGN) * ALIGN if call.scaled else 0
-    nbytes = world * (2 * call.rows * words + scale_bytes)
+    whole = math.ceil(call.rows / bm) * bm if plan.mechanism == MULTIMEM else call.rows  # rows that there is room for
+    nbytes = world * (2 * whole * words + scale_bytes)
     channel = fabric.channel(channel_name(plan), 0, math.ceil(slots * nbytes / 2 / ALIGN) * ALIGN)
     arena = channel.staging
     rows, step = parallel_view(arena, slots * world, (call.rows, words), wide)
-    floats, behind = arena.view(torch.float32), call.rows * words // 2
+    floats, behind = arena.view(torch.float32), whole * words // 2
     shape, strides = (world, slots * world, call.rows), (floats.stride(0), step // 2, 1)
     scales = floats.as_strided(shape, strides, floats.storage_offset() + behind) if call.scaled else rows
     box = slots_box(rows, (bm, bk * call.dtype.itemsize // 2))
     lines = arena.stride(0) // ALIGN, 2 * step // ALIGN
-    return channel, Places(box.at(rows), rows, scales, lines)
+    everywhere = channel.multicast(rows) if plan.mechanism == MULTIMEM and channel.multicast else 0
+    return channel, Places(box.at(rows), rows, scales, everywhere, lines)
 
 
 @dataclass(slots=True)
