@@ -130,7 +130,7 @@ VARIANTS = {
         out=torch.float32, transposed=(True, False), op="avg", plan=replace(INTER_SM, tile=(64, 256, 64))
     ),
     "inter-SM, float8 operands": lambda: reduce_scatter(
-        dtype=torch.float8_e4m3fn, scaled=True, plan=replace(INTER_SM, tile=(128, 256, 128))
+        dtype=torch.float8_e4m3fn, scaled=True, plan=replace(INTER_SM, tile=(128, 128, 128))
     ),
     **{
         tiling_name(tiling, split): lambda tiling=tiling, split=split: reduce_scatter(
