@@ -23,6 +23,7 @@ def table(figures: dict) -> str:
     row = figures["rows"][0] if "rows" in figures else figures
     kinds = {
         "b": _core,
+        "tflops_of_attention": _attention,
         "ablations_ms": _ablations,
         "tflops_per_gpu": _between_gpus,
         "over_matmul_us": _all_reduce,
@@ -72,6 +73,21 @@ def _core(figures: dict) -> str:
         )
     head = ["layer of", "M x N x K", "b", "cuBLAS, us", "tileweave, us", "its tiles", "speed over cuBLAS"]
     return _markdown(head, rows)
+
+
+def _attention(figures: dict) -> str:
+    names = list(figures["rows"][0]["us"])
+    rows = []
+    for r in figures["rows"]:
+        shape = r["shape"]
+        heads = f"{shape['heads']}" + (f" / {shape['kv_heads']}" if shape["kv_heads"] != shape["heads"] else "")
+        sizes = [f"{shape[name]}" for name in ("batch", "rows", "dim")]
+        rates = [f"{r['tflops_of_attention'][name]:.0f}" for name in names]
+        core = r["us"]["core"][0]
+        over = [f"{r['us'][name][0] / core:.2f}" for name in names if name != "core"]
+        rows.append([sizes[0], heads, *sizes[1:], "causal" if r["causal"] else "full", *rates, *over])
+    head = ["batch", "heads", "sequence", "head dim", "mask", *(f"{name}, TFLOP/s" for name in names)]
+    return _markdown([*head, *(f"speed over {name}" for name in names if name != "core")], rows)
 
 
 def _ablations(figures: dict) -> str:
