@@ -98,6 +98,14 @@ def test_a_plan_that_cannot_run_is_refused_with_what_would_be_legal(change, lega
     assert legal in unsupported(BIG, Plan(**change))
 
 
+def test_tiles_of_8_bit_operands_leave_registers_for_scales():
+    problem = dataclasses.replace(BIG, operand_bytes=1)
+    large = Plan(tile=(128, 256, 128))
+    assert "up to 16384 elements" in unsupported(problem, large)
+    assert unsupported(dataclasses.replace(problem, world=1), large) is None
+    assert all(plan.tile[0] * plan.tile[1] <= 16384 for _, plan in candidates(problem))
+
+
 @pytest.mark.parametrize(
     "change, legal",
     [

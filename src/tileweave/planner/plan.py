@@ -19,6 +19,7 @@ from tileweave.planner.tiling import (
     whole_tiles,
 )
 
+SCALED_TILE = 128 * 128  # elements of an accumulator of 8-bit operands beside which epilogues between ranks fit
 MAX_SPLIT = 16  # CTAs that may share a tile
 SHARING_SMS = 160  # CTAs that have flags for it
 SPLITS = (1, 2, 3, 4)  # of these, what the planner considers
@@ -123,6 +124,11 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return "plan.schedule='inter_sm' needs an SM to communicate and one to multiply; 'intra_sm' would do with 1"
     elif not 1 <= plan.comm_sms < problem.sms:
         return f"plan.comm_sms={plan.comm_sms}: the inter_sm schedule has 1 to {problem.sms - 1} of {problem.sms} SMs"
+    if problem.operand_bytes == 1 and problem.world > 1 and plan.tile[0] * plan.tile[1] > SCALED_TILE:
+        return (
+            f"plan.tile={plan.tile}: between ranks 8-bit operands have tiles of up to {SCALED_TILE} elements, "
+            "beside which there are registers for scales"
+        )
     alone = matmul_of(problem, plan)
     return untileable(plan, problem.message_bytes, hardware, problem.operand_bytes) or unshareable(alone, plan)
 
