@@ -97,6 +97,33 @@ def matmuls(rank, world):
     tw.check()
 
 
+def gathers(rank, world):
+    """Register copies and the copy engine, whose workspace grows, and whose copies a graph holds."""
+
+    def right(out, a, b, bias):
+        error = relative_error(out, gathered_product(a, b[rank][0], bias[rank][0]))
+        assert error <= tolerance(out.dtype, 1, True), error
+
+    engine = tw.Plan(mechanism="copy_engine", schedule="inter_sm", comm_sms=0)
+    for i, (m, n, k) in enumerate([(8, 64, 64), (256, 520, 128), (2048, 776, 4096), (40, 2048, 520)]):
+        for plan in (engine, engine, tw.Plan(mechanism="register", schedule="inter_sm", comm_sms=4)):
+            a, b, bias = gathered_operands(world, m, [n], k, i, device="cuda")
+            right(tw.all_gather_matmul(a[rank], b[rank][0], bias=bias[rank][0], plan=plan), a, b, bias)
+    a, b, bias = gathered_operands(world, 264, [264], 256, 0, device="cuda")
+    mine = a[rank].clone()
+    graph = torch.cuda.CUDAGraph()
+    tw.all_gather_matmul(mine, b[rank][0], bias=bias[rank][0], plan=engine)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = tw.all_gather_matmul(mine, b[rank][0], bias=bias[rank][0], plan=engine)
+    for i in range(20):
+        a = gathered_operands(world, 264, [264], 256, i, device="cuda")[0]
+        mine.copy_(a[rank])
+        graph.replay()
+        right(out, a, b, bias)
+    tw.check()
+
+
 def exact_adds(rank, world):
     """Whole numbers that bf16 can hold: every add of several ranks to one tile counts, in whatever order."""
     for seed in range(20):

@@ -49,7 +49,7 @@ def run(situation, world, tmp_path, *, dies=(), stops=(), timeout=20.0):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize(
-    "situation", ["right", "matmuls", "collectives", "no_leaks", "graphs", "wrapping", "disagreeing"]
+    "situation", ["right", "matmuls", "gathers", "collectives", "no_leaks", "graphs", "wrapping", "disagreeing"]
 )
 def test_processes(situation, world, tmp_path):
     run(situation, world, tmp_path)

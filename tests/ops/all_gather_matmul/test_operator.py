@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tileweave as tw
 from tests.fabric.test_distributed import start
+from tests.ops.all_gather_matmul import test_float8 as float8
 from tests.ops.all_gather_matmul.problems import assert_right, operands, plan
 from tests.ops.all_gather_matmul.test_gradients import assert_near, gradients, leaf, problem, true_gradients
 from tileweave.fabric import group_name
@@ -143,5 +144,17 @@ def processes_body(rank):
                 assert error <= 2 * tolerance(torch.bfloat16, 1, True)
 
 
-def test_the_fallback_between_processes(tmp_path):
-    start(tmp_path, processes_body)
+def float8_body(rank):
+    """A group that knows no float8 gathers bytes."""
+    given = float8.operands(3, 6, [24, 7], 32, True)
+    a, b, bias, scale_a, scale_b = given
+    options = dict(bias=bias[rank], scale_a=scale_a[rank], scale_b=scale_b[rank], return_gathered=True)
+    for plan_of_nobody in (None, plan(tile=(128, 64, 128))):
+        mine = tw.all_gather_matmul(a[rank], b[rank], plan=plan_of_nobody, **options)
+        each = a, [b[rank]], [bias[rank]], scale_a, [scale_b[rank]]
+        float8.assert_scaled_right([mine], each)
+
+
+@pytest.mark.parametrize("body", [processes_body, float8_body])
+def test_the_fallback_between_processes(tmp_path, body):
+    start(tmp_path, body)
