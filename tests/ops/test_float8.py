@@ -121,7 +121,7 @@ def test_what_breaks_the_contract(change, says):
 
 def test_scales_go_with_float8_only():
     x = torch.randn(16, 16).bfloat16()
-    with pytest.raises(ValueError, match=r"go with float8_e4m3fn operands, but a is torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"goes with float8_e4m3fn operands, but a is torch\.bfloat16"):
         tw.matmul_reduce_scatter(x, x, scale_a=torch.ones(()), scale_b=torch.ones(()))
 
 

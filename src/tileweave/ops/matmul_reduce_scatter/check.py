@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tileweave.fabric import MAX_RANKS
-from tileweave.ops.contract import DTYPES, FP8, Like, Site
+from tileweave.ops.contract import DTYPES, FP8, Like, Site, check_scale
 from tileweave.ops.route import Route
 from tileweave.planner import H200, Plan, Problem, plan_for, unsupported
 
@@ -92,7 +92,8 @@ def check(
         raise ValueError(
             f"{NAME}: a and b must both be bfloat16, both float16 or both float8_e4m3fn, got {dtype} and {b.dtype}"
         )
-    check_scales(a, b, scale_a, scale_b)
+    check_scale(NAME, "scale_a", scale_a, (m, 1), a)
+    check_scale(NAME, "scale_b", scale_b, (1, n), a)
     wide = torch.bfloat16 if dtype == FP8 else dtype
     if b.device != a.device:
         raise ValueError(f"{NAME}: a is on {a.device} and b on {b.device}: they must be on one device")
@@ -113,22 +114,6 @@ def check(
     return Call(
         dtype, bias is not None, op, deterministic or world == 2, out_dtype or wide, m, n, k, m // world, max_sms
     )
-
-
-def check_scales(a: Like, b: Like, scale_a: Like | None, scale_b: Like | None) -> None:
-    """ValueError unless float8 operands have both scales, others none: one value, or one a row of a, a column of b."""
-    if a.dtype != FP8:
-        if scale_a is not None or scale_b is not None:
-            raise ValueError(f"{NAME}: scale_a and scale_b go with float8_e4m3fn operands, but a is {a.dtype}")
-        return
-    many = {"scale_a": (scale_a, (a.shape[0], 1)), "scale_b": (scale_b, (1, b.shape[1]))}
-    for name, (scale, each) in many.items():
-        if scale is None:
-            raise ValueError(f"{NAME}: float8_e4m3fn operands need {name}: one float32 value, or {list(each)} of them")
-        if scale.dtype != torch.float32 or scale.device != a.device:
-            raise ValueError(f"{NAME}: {name} must be float32 on {a.device}, got {scale.dtype} on {scale.device}")
-        if scale.shape.numel() != 1 and tuple(scale.shape) != each:
-            raise ValueError(f"{NAME}: {name} must be one value or {list(each)}, got shape {list(scale.shape)}")
 
 
 @lru_cache(maxsize=4096)
