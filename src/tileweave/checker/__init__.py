@@ -8,7 +8,7 @@
 
 from tileweave.checker.cases import CallableCase, FunctionCase
 from tileweave.checker.ops import OPS, OpCase
-from tileweave.checker.session import Report, check
+from tileweave.checker.session import Report, check, explore
 from tileweave.checker.story import story
 from tileweave.checker.trial import SCENARIOS, Finding, Outcome, run_trial
 
@@ -22,6 +22,7 @@ __all__ = [
     "Outcome",
     "Report",
     "check",
+    "explore",
     "run_trial",
     "story",
 ]

@@ -2,8 +2,8 @@
 
     python -m tileweave.checker.ledger docs/figures/schedules.json matmul_reduce_scatter --seconds 300
 
-goes on from the first seed that has not been run. Seeds of other device code count no more: a change of any kernel or
-tile file begins anew.
+goes on from the first seed that has not been run. Seeds of other device code count no more: a change of an op's kernel
+or of a tile file in it begins anew.
 """
 
 import argparse
@@ -25,7 +25,7 @@ RANKS = 4
 def passed(book: dict[str, Any], op: str) -> int:
     """How many schedules, from seed 0 on, an op has passed with the device code as it is."""
     entry = book.get(op, {})
-    return entry.get("schedules", 0) if entry.get("device_code") == digest() else 0
+    return entry.get("schedules", 0) if entry.get("device_code") == digest(op) else 0
 
 
 def advance(book: dict[str, Any], op: str, seconds: float, processes: int | None = None) -> str:
@@ -37,7 +37,7 @@ def advance(book: dict[str, Any], op: str, seconds: float, processes: int | None
     sizes = OpCase(op, RANKS).sizes
     book[op] = {
         "schedules": first + report.schedules,
-        "device_code": digest(),
+        "device_code": digest(op),
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
         "ranks": RANKS,

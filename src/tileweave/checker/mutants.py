@@ -31,6 +31,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 from tileweave.emulator.rebuild import edited
 
@@ -164,7 +165,7 @@ def _of_function(file: str, function: ast.FunctionDef) -> Iterator[tuple[Mutant,
     """The mutants of a function, each with what plants it in this tree."""
     for block in _blocks(function):
         for i, statement in enumerate(block):
-            for operator, node, apply in _of_statement(block, i, statement):
+            for operator, node, apply in _of_statement(block, i, statement, file):
                 call = node if isinstance(node, ast.Call) else None
                 source = ast.unparse(call or node)
                 line, column = node.lineno, node.col_offset - function.col_offset  # as in the function alone
@@ -204,10 +205,10 @@ def _own_expressions(statement: ast.stmt) -> Iterator[ast.AST]:
         stack += [child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.stmt)]
 
 
-def _of_statement(block: list[ast.stmt], i: int, statement: ast.stmt):
+def _of_statement(block: list[ast.stmt], i: int, statement: ast.stmt, file: str):
     whole = statement.value if isinstance(statement, ast.Expr) else None
     if isinstance(whole, ast.Call) and name_of(whole) and name_of(whole) not in _OTHERS:
-        yield from _of_whole(block, i, whole)
+        yield from _of_whole(block, i, whole, file)
     for node in _own_expressions(statement):
         name = name_of(node)
         if name and isinstance(node, ast.Call):
@@ -218,7 +219,7 @@ def _of_statement(block: list[ast.stmt], i: int, statement: ast.stmt):
             yield "slot", node, _replacing(statement, node, ast.Constant(0))
 
 
-def _of_whole(block: list[ast.stmt], i: int, call: ast.Call):
+def _of_whole(block: list[ast.stmt], i: int, call: ast.Call, file: str):
     """Operators on a statement that is nothing but a call."""
     name = name_of(call)
 
@@ -229,23 +230,52 @@ def _of_whole(block: list[ast.stmt], i: int, call: ast.Call):
         return lambda: block.insert(j, block.pop(i))
 
     yield "drop", call, drop
-    after = next((j for j in range(i + 1, len(block)) if not _is_pure(block[j])), None)
+    after = next((j for j in range(i + 1, len(block)) if not _is_pure(block[j], file)), None)
     if after is not None and not isinstance(block[after], ast.Return):
         yield "later", call, move(after)
-    before = next((j for j in range(i - 1, -1, -1) if not _is_pure(block[j])), None)
+    before = next((j for j in range(i - 1, -1, -1) if not _is_pure(block[j], file)), None)
     if before is not None and not any(_defines(passed, call) for passed in block[before:i]):
         yield "earlier", call, move(before)
     if name in _SIGNALS | _TRANSFERS | _ATOMICS:
         yield "double", call, lambda: block.insert(i, copy.deepcopy(block[i]))
 
 
-def _is_pure(statement: ast.stmt) -> bool:
+def _is_pure(statement: ast.stmt, file: str) -> bool:
     """Whether a statement does nothing that others could see: moving something over it changes nothing."""
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return True
-    calls = [getattr(n.func, "attr", "") for n in ast.walk(statement) if isinstance(n, ast.Call)]
+    if isinstance(statement, ast.If):
+        return _calls_nothing(statement.test, file) and all(
+            _is_pure(s, file) for s in statement.body + statement.orelse
+        )
     simple = isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Pass)
-    return simple and all(name in _PURE for name in calls)
+    return simple and _calls_nothing(statement, file)
+
+
+def _calls_nothing(node: ast.AST, file: str) -> bool:
+    """Whether all that is called computes numbers: words that do, and functions of the file that call nothing else."""
+    calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
+    names = [(f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "?")) for f in calls]
+    return all(name in _PURE or name in _pure_functions(file) for name in names)
+
+
+@cache
+def _pure_functions(file: str) -> frozenset[str]:
+    with open(file) as source:
+        tree = ast.parse(source.read())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    pure: set[str] = set()
+    while True:  # until no function more is found to call pure ones only
+        more = {f.name for f in functions if f.name not in pure and _only(f, pure | _PURE)}
+        if not more:
+            return frozenset(pure)
+        pure |= more
+
+
+def _only(function: ast.FunctionDef, names: set[str]) -> bool:
+    """Whether a function calls nothing but these."""
+    body = [n.func for s in function.body for n in ast.walk(s) if isinstance(n, ast.Call)]
+    return all((f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "?")) in names for f in body)
 
 
 def _defines(statement: ast.stmt, call: ast.Call) -> bool:

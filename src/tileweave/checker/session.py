@@ -16,7 +16,8 @@ import torch
 
 from tileweave.checker.cases import Case
 from tileweave.checker.story import story
-from tileweave.checker.trial import Finding, Outcome, run_trial, shortened
+from tileweave.checker.trial import Finding, Outcome, run_orders, run_trial, shortened
+from tileweave.emulator.exhaustive import Exploration
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Report:
     finding: Finding | None = None
     seed: int | None = None
     scenario: str = ""
+    complete: bool = False  # these were all orders that there are
 
     @property
     def ok(self) -> bool:
@@ -130,6 +132,30 @@ def check(
             progress(report)
     if report.finding is not None and report.finding.kind != "error" and report.seed is not None and shorten:
         report.finding = shortened(case, report.seed)
+    return report
+
+
+def explore(
+    case: Case,
+    limit: int,
+    *,
+    seed: int = 0,
+    seconds: float | None = None,
+    progress: Callable[[Report], None] | None = None,
+) -> Report:
+    """Run a small case in every order that differs, up to `limit` of them or for `seconds`, until one finds something.
+
+    `seed` says which variant. The report's `complete` says whether those were all.
+    """
+    report, start, search = Report(case.name, case.ranks, limit), time.monotonic(), Exploration(limit)
+    for outcome in run_orders(case, seed, search):
+        report.take(outcome)
+        report.seconds = time.monotonic() - start
+        if progress:
+            progress(report)
+        if outcome.finding is not None or (seconds is not None and report.seconds >= seconds):
+            break
+    report.complete = search.complete
     return report
 
 

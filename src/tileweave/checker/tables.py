@@ -49,7 +49,7 @@ def _summary(figures: list[dict[str, Any]]) -> str:
             each["op"], f"{len(judged)} of {each['of']}", f"{len(caught)}", f"{soon}", kinds,
             f"{sum(map(bool, why))}", f"{why.count(None)}", each["date"],
         ])  # fmt: skip
-    head = ["op", "judged", "caught", "within 5 schedules", "as", "harmless, with a reason", "unexplained", "run"]
+    head = ["op", "judged", "caught", "within 5 schedules", "as", "survived, explained", "unexplained", "run"]
     return "## What came of them\n\n" + _rows(head, rows)
 
 

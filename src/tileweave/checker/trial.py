@@ -16,12 +16,13 @@ All of them meet the random order and PCT, and every variant of the case, as see
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tileweave.checker.cases import Case
 from tileweave.emulator import DeadlockError, EmulatorError, ProtocolError, RaceError
+from tileweave.emulator.exhaustive import Exploration
 from tileweave.emulator.search import Choice, PriorityOrder, RandomOrder, Recorded, Replay, Strategy, Turns, choosing
 from tileweave.emulator.shrink import Shrunk, shrink
 
@@ -110,6 +111,18 @@ def run_trial(case: Case, seed: int, max_steps: int | None = None) -> Outcome:
     steps = sum(world.steps for world in choice.worlds)
     coverage = [world.coverage.told() for world in choice.worlds]
     return Outcome(seed, trial.order, trial.scenario, variant, steps, coverage, finding)
+
+
+def run_orders(case: Case, seed: int, search: Exploration) -> Iterator[Outcome]:
+    """Run a case, in the variant that is the seed's turn, in every order that differs; `search` says how many at most.
+    Orders that turn out to have been run come to nothing."""
+    for order in search:
+        choice = Choice(lambda _, index, order=order: order)  # type: ignore[misc]
+        variant, finding = _run(case, seed, choice)
+        if not order.redundant:
+            steps = sum(world.steps for world in choice.worlds)
+            coverage = [world.coverage.told() for world in choice.worlds]
+            yield Outcome(seed, "every one", "calm", variant, steps, coverage, finding)
 
 
 def _run(case: Case, seed: int, choice: Choice) -> tuple[str, Finding | None]:

@@ -99,11 +99,14 @@ def check(
     seed: checking.Seed = 0,
     seconds: checking.Seconds = checking.SECONDS,
     processes: checking.Processes = None,
+    exhaustive: checking.Exhaustive = False,
     as_json: Json = False,
 ) -> int:
     """Run OP, or a test of your own, under many hostile schedules in the emulator, and report what goes wrong."""
     check_environment()
-    report = checking.run_check(None if as_json else _console(), op, ranks, shape, schedules, seed, seconds, processes)
+    report = checking.run_check(
+        None if as_json else _console(), op, ranks, shape, schedules, seed, seconds, processes, exhaustive
+    )
     if as_json:
         _print_json(report.to_dict())
     return 0 if report.ok else WRONG

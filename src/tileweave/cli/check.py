@@ -1,5 +1,6 @@
 """`tileweave check`: an op, or a test of a kernel of one's own, under many hostile schedules of the emulator."""
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -24,12 +25,15 @@ Shape = Annotated[
 Schedules = Annotated[int, typer.Option(help="How many schedules to run.")]
 Seed = Annotated[int, typer.Option(help="Of the first schedule; the others follow.")]
 Seconds = Annotated[float, typer.Option(help="Stop after so many seconds, and say what was covered.")]
+Exhaustive = Annotated[
+    bool, typer.Option("--exhaustive", help="Small cases: every order that differs, up to --schedules of them.")
+]
 Processes = Annotated[int | None, typer.Option(help="How many schedules run side by side. Default: one per core.")]
 
 
 def run_check(
     console: Console | None, op: str, ranks: int, shape: str, schedules: int, seed: int, seconds: float,
-    processes: int | None,
+    processes: int | None, exhaustive: bool = False,
 ) -> checker.Report:  # fmt: skip
     """Check what the command line names. With a `console`, a progress bar on it, and the report at the end.
 
@@ -42,15 +46,18 @@ def run_check(
     if not 0 <= seed <= LARGEST_SEED:
         raise BadUsage(f"--seed must be from 0 to {LARGEST_SEED}, got {seed}")
     seeds = range(seed, seed + schedules)
+
+    def run(progress: Callable[[checker.Report], None] | None = None) -> checker.Report:
+        if exhaustive:
+            return checker.explore(case, schedules, seed=seed, seconds=seconds, progress=progress)
+        return checker.check(case, seeds, seconds=seconds, processes=processes, progress=progress)
+
     if console is None:
-        return checker.check(case, seeds, seconds=seconds, processes=processes)
+        return run()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(f"{case.name}, {ranks} ranks", total=schedules)
-        report = checker.check(
-            case, seeds, seconds=seconds, processes=processes,
-            progress=lambda report: bar.update(task, completed=report.schedules),
-        )  # fmt: skip
+        report = run(lambda report: bar.update(task, completed=report.schedules))
     show(console, case, report, seed)
     return report
 
@@ -95,11 +102,14 @@ def show(console: Console, case: Case, report: checker.Report, seed: int) -> Non
     for why in report.too_small:
         console.print(f"  [yellow]too small to be a check[/]: {escape(why)}")
     verdict = "clean" if report.schedules == report.asked else "clean as far as it went: the time was up"
+    if report.complete:
+        verdict = "clean in every order that differs"
     console.print(f"  [cyan]{'result':<9}[/] {verdict}")
 
 
 def _rows(case: Case, report: checker.Report, seed: int) -> dict[str, str]:
-    done = f"{report.schedules} of {report.asked} (seeds from {seed}), {report.steps:,} steps, {report.seconds:.1f} s"
+    which = "which are all" if report.complete else f"of {report.asked} (seeds from {seed})"
+    done = f"{report.schedules} {which}, {report.steps:,} steps, {report.seconds:.1f} s"
     rows = {"schedules": done, "orders": _counts(report.orders), "fabric": _counts(report.scenarios)}
     if report.variants:
         rows["variants"] = _counts(report.variants)

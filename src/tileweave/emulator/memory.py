@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STRONG = ("add", "atomic", "volatile read")  # kinds of access that do not race among themselves
 READS = ("read", "volatile read")
-_BUCKETS = 256  # parts of a storage by which overlapping regions are looked for
+_BUCKETS = 32  # parts of a storage by which overlapping regions are looked for
 _KEPT = 4096  # groups kept for the next launch, which is likely to touch the same regions
 _PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
 
