@@ -60,3 +60,15 @@ def test_state_dicts_copies_and_refusals():
 
     with tw.virtual_world(2, device="cpu") as world:
         assert world.run(rank_program) == [4, 3]
+
+
+def test_float32_weights_under_autocast():
+    def rank_program(rank, group):
+        layer = MoE(features=24, hidden=16, experts=4, k=2, seed=0, group=group)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = layer(torch.randn(5, 24))
+        out.float().sum().backward()
+        return out.dtype, layer.up.grad.dtype
+
+    with tw.virtual_world(2, device="cpu") as world:
+        assert world.run(rank_program) == [(torch.bfloat16, torch.float32)] * 2

@@ -1,4 +1,5 @@
-"""The ops as cases: back-to-back calls with new data, checked against float32, in every schedule that an op has."""
+"""The ops as cases: calls back to back with new data, checked against float32, in the schedules that _TABLE lists. The
+inter-SM schedule of matmul_all_reduce and what registers, copy engine and multicast carry have other tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

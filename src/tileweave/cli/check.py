@@ -95,9 +95,9 @@ def show(console: Console, case: Case, report: checker.Report, seed: int) -> Non
     if report.finding is not None:
         console.print()
         console.print(escape(report.story), style="red" if console.is_terminal else None)
-        console.print(
-            f"\nthe same again: tileweave check {case.name} --ranks {case.ranks} --seed {report.seed} --schedules 1"
-        )
+        shape = ",".join(f"{name}={size}" for name, size in getattr(case, "shape", {}).items())
+        again = f"tileweave check {case.name} --ranks {case.ranks}" + (f" --shape {shape}" if shape else "")
+        console.print(f"\nthe same again: {again} --seed {report.seed} --schedules 1", soft_wrap=True)
         return
     for why in report.too_small:
         console.print(f"  [yellow]too small to be a check[/]: {escape(why)}")

@@ -82,6 +82,16 @@ def test_gradients():
             assert (g.float() - true).norm() <= 0.03 * true.norm() + 1e-6
 
 
+def test_ranks_that_disagree_are_told():
+    def rank_program(rank, group):
+        plan = Plan(schedule="inter_sm", tile=(128 if rank else 64, 64, 64), stages=2, comm_sms=2)
+        x, index = torch.randn(8, 64).bfloat16(), torch.randint(0, 4, (8, 2))
+        tw.moe_dispatch_matmul(x, index, torch.randn(2, 64, 64).bfloat16(), group, capacity=32, plan=plan)
+
+    with tw.virtual_world(2, device="cpu") as world, pytest.raises(RuntimeError, match="moe_dispatch_matmul"):
+        world.run(rank_program)
+
+
 def test_which_path_is_taken():
     p = problem([4, 4], 8, 2, 64, 64)
 

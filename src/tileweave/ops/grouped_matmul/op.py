@@ -49,7 +49,7 @@ def grouped_matmul(
         accumulated in float32.
 
     Gradients of x and w exist. Without a Hopper GPU, or where H or I is no multiple of 8, a matmul for each expert
-    computes it, which waits for the offsets.
+    computes it, which waits for the offsets. So does the gradient of w in float16; no CUDA graph can hold that.
 
     Raises:
         ValueError, TypeError: the arguments break the rules above; nothing has been launched.
@@ -82,7 +82,7 @@ def _outer(x, y, offsets):
     aligned = all(size % 8 == 0 for size in (x.shape[1], y.shape[1]))
     known = x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch.nn.functional, "grouped_mm")
     if known and aligned and x.shape[0]:
-        return torch.nn.functional.grouped_mm(x.t(), y, offs=offsets)
+        return torch.nn.functional.grouped_mm(x.t(), y, offs=offsets.clamp(max=x.shape[0]))
     return unfused_outer(x, y, offsets)
 
 

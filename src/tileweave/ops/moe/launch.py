@@ -64,6 +64,7 @@ class _Products(torch.autograd.Function):
         return tuple(fused(fabric, x, matrices, route, sends, most_experts, plan))
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
         """Gradients of x and the matrices. Collective."""
         x, *matrices = ctx.saved_tensors

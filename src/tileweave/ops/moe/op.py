@@ -3,8 +3,9 @@
 import torch
 
 from tileweave.fabric import fabric_of, group_name
+from tileweave.ops.contract import operand_dtype
 from tileweave.ops.grouped_matmul import grouped_matmul
-from tileweave.ops.moe.check import check_dispatch, check_rows, choose, too_many_rows
+from tileweave.ops.moe.check import NAME, check_dispatch, check_rows, choose, too_many_rows
 from tileweave.ops.moe.launch import products
 from tileweave.ops.moe.routing import TokenRoute, make_route
 from tileweave.ops.moe.unfused import combine, dispatch
@@ -54,16 +55,23 @@ def moe_dispatch_matmul(
         then by the rank that the token comes from, then by token and choice; zeros behind the last. route: a
         `TokenRoute`, for the way back.
 
-    A token that several experts of a rank want is sent there once. Gradients of x, w, w_gate and, through the way back,
-    topk_weight exist; a backward pass is collective too, and the same inputs must require gradients on all ranks.
+    Under torch.autocast x, w and w_gate are cast. A token that several experts of a rank want is sent there once.
+    Gradients of x, w, w_gate and, through the way back, topk_weight exist; a backward pass is collective too, and
+    the same inputs must require gradients on all ranks.
 
     Raises:
-        ValueError, TypeError: the arguments break the rules above; nothing has been launched.
+        ValueError, TypeError: the arguments break the rules above; nothing has been launched. A rank that alone breaks
+            one, by more tokens than max_tokens, raises alone, and its peers wait for it in vain.
         RuntimeError: capacity=None while a CUDA graph is captured.
     """
-    fabric, name = fabric_of(group, x.device if isinstance(x, torch.Tensor) else None), group_name(group)
+    x, w = (each.to(operand_dtype(each)) if isinstance(each, torch.Tensor) else each for each in (x, w))
+    w_gate = w_gate.to(operand_dtype(w_gate)) if isinstance(w_gate, torch.Tensor) else w_gate
+    fabric, name = fabric_of(group, getattr(x, "device", None)), group_name(group)
     found = check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
     chosen = choose(fabric, x, w, found, plan)
+    if fabric.compares:
+        sizes = found.total, w.shape[1], w.shape[2], capacity, max_tokens
+        fabric.agree((NAME, x.dtype, sizes, topk_weight is None, w_gate is None, chosen.plan))
     align = chosen.plan.tile[0] if chosen.plan else 1
     route, sends = make_route(fabric, group, name, topk_index, topk_weight, found, capacity, max_tokens, align)
     matrices = [w] if w_gate is None else [w, w_gate]
@@ -117,6 +125,6 @@ def moe_matmul_combine(
 def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity=None, activation=None, w_gate=None,
                      experts=None, max_tokens=None, plan=None) -> Route:  # fmt: skip
     """What `moe_dispatch_matmul` would do with these arguments; launches nothing, raises what it would raise."""
-    fabric = fabric_of(group, x.device)
+    fabric = fabric_of(group, getattr(x, "device", None))
     found = check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
     return choose(fabric, x, w, found, plan)

@@ -102,6 +102,11 @@ def make_route(
         rows, most, slots = numbers[fabric.rank], max(*numbers[:-1], 1), max(numbers[-1], 1)
     else:
         rows, most, slots = capacity, capacity, min(capacity, max_tokens or capacity)
+        if world * slots >= 1 << 31:
+            raise ValueError(
+                f"moe_dispatch_matmul: {world} ranks with {slots} slots each, by capacity and max_tokens, are more "
+                f"than can be numbered in 32 bits; {((1 << 31) - 1) // world} slots would do"
+            )
     place = (start + every[: fabric.rank, : experts.total].sum(0))[known] + ahead
     kept = valid & (place < most)
     apart = _places(totals, experts, align)[0] - start

@@ -51,7 +51,8 @@ def ring_attention(
     The kernel takes bfloat16 and float16, D a multiple of 8 up to 256 and a positive scale; strides that TMA takes
     (the last 1, the others multiples of 16 bytes) cost no copy. Anything else, and where the fabric does not allow it
     (`explain` says why): keys and values go round by torch.distributed, at most two blocks beyond the own one, each
-    travelling while the one before it is used by PyTorch's own attention.
+    travelling while the one before it is used by PyTorch's own attention; on virtual and emulated ranks, and GPUs
+    without NCCL, all blocks are gathered first.
 
     It is the registered operator `torch.ops.tileweave.ring_attention` behind a function that resolves defaults:
 
