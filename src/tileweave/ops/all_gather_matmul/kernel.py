@@ -207,21 +207,27 @@ def scaled(work, part, owner, row, scale, cols, n, LAYOUT: gl.constexpr):
 
 
 @gl.jit
+def finish_column(work, c, part, owner, row, col, LAYOUT: gl.constexpr):
+    """Multiplier: scales and bias, if the part is this matrix's."""
+    if (col >= c.first) & (col < c.end):
+        cols = col - c.first + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
+        n = c.n // 8 * 8  # which it is a multiple of, as the compiler may know: neighbours are loaded at once
+        if work.SCALED:
+            part = scaled(work, part, owner, row, c.scale, cols, n, LAYOUT)
+        if work.HAS_BIAS:
+            part += gl.load(c.bias + cols, mask=cols < n, other=0.0).to(gl.float32)[None, :]
+    return part
+
+
+@gl.jit
 def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
     """Multiplier: scales and bias."""
     if work.HAS_BIAS or work.SCALED:
-        bias, scale, n, first = work.c0.bias, work.c0.scale, work.c0.n, work.c0.first
+        part = finish_column(work, work.c0, part, owner, row, col, LAYOUT)
         if work.COLUMNS > 1:
-            if col >= work.c1.first:
-                bias, scale, n, first = work.c1.bias, work.c1.scale, work.c1.n, work.c1.first
+            part = finish_column(work, work.c1, part, owner, row, col, LAYOUT)
         if work.COLUMNS > 2:
-            if col >= work.c2.first:
-                bias, scale, n, first = work.c2.bias, work.c2.scale, work.c2.n, work.c2.first
-        cols = col - first + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
-        if work.SCALED:
-            part = scaled(work, part, owner, row, scale, cols, n, LAYOUT)
-        if work.HAS_BIAS:
-            part += gl.load(bias + cols, mask=cols < n, other=0.0).to(gl.float32)[None, :]
+            part = finish_column(work, work.c2, part, owner, row, col, LAYOUT)
     return part, at
 
 
@@ -423,8 +429,8 @@ def await_places_kernel(rank, flags_ptr, flags_stride, state, timeout_us, WORLD:
 
 @gl.jit
 def column(b, out, bias, scale, first, n, BN: gl.constexpr):
-    """The matrix whose columns begin at `first`; n is a multiple of 8, which the compiler may know."""
-    return Column(b, out, bias, scale, first, first + gl.cdiv(n, BN) * BN, n // 8 * 8)
+    """The matrix whose columns begin at `first`."""
+    return Column(b, out, bias, scale, first, first + gl.cdiv(n, BN) * BN, n)
 
 
 @gl.jit(do_not_specialize=[
