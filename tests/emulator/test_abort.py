@@ -17,7 +17,13 @@ PLANS = {
 MUTANTS = {  # edits, and of which plans and modes (deterministic or not) they spoil the aborted calls
     "no poison": (KERNEL, [("gl.where(met, row, work.rows)", "row")], "whole tiles", (False, True)),
     "parts of peers not loaded when not met": (
-        KERNEL, [("    if owner == flags.rank:\n        for i", "    if (owner == flags.rank) & met:\n        for i")],
+        KERNEL,
+        [
+            (
+                "    if owner_of(work, phase) == flags.rank:\n        for i",
+                "    if (owner_of(work, phase) == flags.rank) & met:\n        for i",
+            )
+        ],
         "whole tiles", (False, True),
     ),
     "the slot zeroed although the peers were not met": (
