@@ -48,7 +48,9 @@ _TRANSFERS = {
 _ATOMICS = {"atomic_add", "atomic_xchg", "atomic_cas", "atomic_max"}
 _OTHERS = {"mbarrier_expect", "mbarrier_init"}
 WORDS = _WAITS | _FENCES | _SIGNALS | _TRANSFERS | _ATOMICS | _OTHERS
-_PURE = {
+_PURE = {  # words that compute numbers, and views
+    "slice",
+    "permute",
     "ready_at",
     "start",
     "next",
