@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 import threading
 import time
@@ -85,7 +86,7 @@ class Report:
         """Take in one schedule."""
         self.schedules += 1
         _count(self.orders, outcome.order)
-        _count(self.scenarios, outcome.scenario)
+        _count(self.scenarios, re.sub(r"rank \d+", "a rank", outcome.scenario))
         self.steps += outcome.steps
         if outcome.finding is not None:  # cut short: it has exercised less than a whole one
             if self.seed is None or outcome.seed < self.seed:

@@ -128,8 +128,11 @@ def scattered(offsets: np.ndarray, size: int) -> Region:
         return EMPTY
     gaps = np.diff(offsets)
     if len(gaps) and gaps.min() <= 0:
-        offsets = np.unique(offsets)
+        offsets = np.sort(offsets)
         gaps = np.diff(offsets)
+        if gaps.min() == 0:
+            offsets = offsets[np.concatenate(([True], gaps != 0))]
+            gaps = gaps[gaps != 0]
     breaks = np.flatnonzero(gaps != 1)
     starts = offsets[np.concatenate(([0], breaks + 1))] * size
     ends = (offsets[np.concatenate((breaks, [len(offsets) - 1]))] + 1) * size
