@@ -13,11 +13,12 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds over the rounds of one contender."""
+    """Milliseconds over the rounds of one contender; and each round's."""
 
     median: float
     low: float
     high: float
+    rounds: list[float]
 
 
 def interleaved(contenders: dict[str, Callable[[], None]], rounds: int = 15, warmup: int = 3) -> dict[str, Timing]:
@@ -40,7 +41,7 @@ def interleaved(contenders: dict[str, Callable[[], None]], rounds: int = 15, war
             end.record()
             end.synchronize()
             times[name].append(start.elapsed_time(end))
-    return {name: Timing(statistics.median(ts), min(ts), max(ts)) for name, ts in times.items()}
+    return {name: Timing(statistics.median(ts), min(ts), max(ts), ts) for name, ts in times.items()}
 
 
 def machine() -> dict[str, str]:

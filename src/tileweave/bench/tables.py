@@ -27,6 +27,7 @@ def table(figures: dict) -> str:
         "ablations_ms": _ablations,
         "tflops_per_gpu": _between_gpus,
         "over_matmul_us": _all_reduce,
+        "over_all_percent": _sequence,
         "tflops": _virtual,
         "us": _host_time,
     }
@@ -131,6 +132,19 @@ def _all_reduce(figures: dict) -> str:
         rows.append([*shape, *times, f"{r['overhead_percent']:+.1f}%", f"{r['over_matmul_us']:+.1f}"])
     head = ["ranks", "M x N x K per rank", "schedule", *(f"{name}, us" for name in names)]
     return _markdown([*head, "fused over local", "over matmul, us"], rows)
+
+
+def _sequence(figures: dict) -> str:
+    rows = []
+    for r in figures["rows"]:
+        mask = f"causal, {r['placement']}" if r["causal"] else "full"
+        over = ["{:+.1f}% ({:+.1f} to {:+.1f})".format(*r[key]) for key in ("overhead_percent", "over_all_percent")]
+        sizes = [f"{r[name]}" for name in ("world", "batch", "heads", "rows")]
+        rows.append(
+            [r["op"], *sizes, mask, f"{r['plan']['comm_sms']}", f"{r['tflops']['fused']:.0f}", r["over"], *over]
+        )
+    head = ["op", "ranks", "batch", "heads", "sequence", "mask", "communicators of a rank", "TFLOP/s of all ranks"]
+    return _markdown([*head, "compared with", "fused over it (spread)", "over it on all SMs (spread)"], rows)
 
 
 def _host_time(figures: dict) -> str:
