@@ -30,6 +30,7 @@ import torch.distributed._symmetric_memory as symmetric  # also registers the ri
 
 import tileweave as tw
 from tileweave.bench.measure import machine
+from tileweave.bench.tables import ALONE
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 
 CALLS = 4  # in a row, per round
@@ -169,7 +170,7 @@ def checked(runs: Runs, truth: torch.Tensor, bound: float) -> dict[str, float | 
     """Each contender's relative error; one that does not run here is left out of `runs`, and it is said why."""
     errors: dict[str, float | str] = {}
     for name, run in list(runs.items()):
-        if name == "matmul":
+        if name in ALONE:
             continue
         try:
             error = slowest(relative_error(run(), truth))
@@ -218,6 +219,18 @@ def measure(op: str, m: int, n: int, k: int, rounds: int) -> dict:
     return {"op": op, "world": world, "m": m, "n": n, "k": k, "rel_error": errors, **found, "tflops_per_gpu": rates}
 
 
+def report(label: str, rows: list[dict], path: Path | None) -> None:
+    """Print the last row, and write all, on rank 0."""
+    torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        row = rows[-1]
+        eager = {name: "" if captured else " (eager)" for name, captured in row["graph"].items()}
+        us = "  ".join(f"{name}{eager[name]} {times[0]:.1f}" for name, times in row["us"].items())
+        print(f"{label} x{row['world']}: us {us}", flush=True)
+        if path:
+            path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure the ops asked for, by default all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -229,17 +242,11 @@ def main() -> None:
         parser.error(f"unknown OP {', '.join(sorted(unknown))}: expected some of {', '.join(SHAPES)}")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    rows = []
+    rows: list[dict] = []
     for op in options.ops:
         for shape in SHAPES[op]:
-            rows.append(row := measure(op, *shape, options.rounds))
-            torch.cuda.empty_cache()
-            if dist.get_rank() == 0:
-                eager = {name: "" if captured else " (eager)" for name, captured in row["graph"].items()}
-                us = "  ".join(f"{name}{eager[name]} {times[0]:.1f}" for name, times in row["us"].items())
-                print(f"{op} M={row['m']} N={row['n']} K={row['k']} x{row['world']}: us {us}", flush=True)
-                if options.json:
-                    options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+            rows.append(measure(op, *shape, options.rounds))
+            report(f"{op} M={shape[0]} N={shape[1]} K={shape[2]}", rows, options.json)
     dist.destroy_process_group()
 
 

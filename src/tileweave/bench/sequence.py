@@ -204,8 +204,9 @@ def measure(case: Case, rounds: int, comm_sms: int | None) -> dict:
         assert isinstance(world, VirtualWorld)
 
         def rank_program(rank, group):
-            real: VirtualFabric = group.world.fabric(rank)
-            return *MAKERS[case.op](case, q, k, v, rank, real, comm_sms), torch.cuda.current_stream()
+            return *MAKERS[case.op](
+                case, q, k, v, rank, group.world.fabric(rank), comm_sms
+            ), torch.cuda.current_stream()
 
         by_rank, plans, streams = zip(*world.run(rank_program), strict=True)
         for name in by_rank[0]:

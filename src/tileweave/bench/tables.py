@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+ALONE = ("matmul", "attention")  # contenders that transfer nothing
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -113,13 +114,18 @@ def _between_gpus(figures: dict) -> str:
                 continue
             median, low, high = r["us"][name]
             times.append(f"{median:.1f} ({low:.1f}-{high:.1f}{'' if r['graph'][name] else ', eager'})")
-        rivals = {name: us[0] for name, us in r["us"].items() if name not in ("tileweave", "matmul")}
+        rivals = {name: us[0] for name, us in r["us"].items() if name not in ("tileweave", *ALONE)}
         best = min(rivals, key=lambda name: rivals[name])
         ahead = f"{rivals[best] / r['us']['tileweave'][0]:.2f} ({best})"
-        rows.append(
-            [r["op"], f"{r['m']} x {r['n']} x {r['k']}", *times, f"{r['tflops_per_gpu']['tileweave']:.0f}", ahead]
-        )
-    head = ["op", "M x N x K", *(f"{name}, us" for name in names), "TFLOP/s per GPU", "speed over best rival"]
+        shape = r["shape"] if "shape" in r else f"{r['m']} x {r['n']} x {r['k']}"
+        rows.append([r["op"], shape, *times, f"{r['tflops_per_gpu']['tileweave']:.0f}", ahead])
+    head = [
+        "op",
+        "shape" if "shape" in figures["rows"][0] else "M x N x K",
+        *(f"{name}, us" for name in names),
+        "TFLOP/s per GPU",
+        "speed over best rival",
+    ]
     return _markdown(head, rows)
 
 

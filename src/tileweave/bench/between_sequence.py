@@ -1,0 +1,198 @@
+"""ring_attention and ulysses_attention between GPUs, beside their rivals. One process per GPU:
+
+    python -m torch.distributed.run --nproc-per-node 2 -m tileweave.bench.between_sequence
+
+Contenders, timed as in `bench.between`:
+
+    tileweave       the op
+    nccl            ring: an all-gather of k and v, then PyTorch's attention, by cuDNN or flash attention. Ulysses:
+                    all-to-alls of q, k and v, PyTorch's attention, an all-to-all of the result
+    torch, gather   PyTorch's own ring (torch.distributed.tensor.experimental.context_parallel) in its two ways,
+    torch, rotate   cuDNN's kernel for each block. There is no Ulysses of PyTorch's
+    attention       that of `nccl` with all data there before: what the transfer would cost nothing beside
+
+Each is checked first: samples of two heads of each rank against float32. bfloat16, head dimension 128.
+"""
+
+import argparse
+import os
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import _cp_options, set_rotate_method
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import tileweave as tw
+from tileweave.bench.between import Runs, checked, report, timed
+from tileweave.ops.attention import reference, tolerance
+from tileweave.ops.sequence.local import attend, merge
+from tileweave.ops.sequence.placement import place_sequence
+
+DIM, SAMPLE = 128, 64  # of a head; rows of a head that are compared with float32
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: `rows` is the length of the whole sequence."""
+
+    op: str
+    batch: int
+    heads: int
+    rows: int
+    causal: bool
+
+    @property
+    def placement(self) -> str:
+        """How the sequence lies."""
+        return "zigzag" if self.op == "ring_attention" and self.causal else "contiguous"
+
+    @property
+    def shape(self) -> str:
+        """What the table says of the case."""
+        return (
+            f"B{self.batch} H{self.heads} S{self.rows} D{DIM} {'causal ' + self.placement if self.causal else 'full'}"
+        )
+
+
+CASES = [
+    Case(op, batch, heads, rows, causal)
+    for op, batch, heads, causal in (
+        ("ring_attention", 16, 16, False),
+        ("ring_attention", 16, 16, True),
+        ("ulysses_attention", 1, 128, True),
+    )
+    for rows in (3072, 12288, 49152)
+]
+
+
+def by_pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[int]) -> torch.Tensor:
+    """Causal attention of zigzag rows to all keys, which lie in order: each piece sees itself and what is before."""
+    size, outs = q.shape[2] // len(pieces), []
+    for piece, own in zip(pieces, q.chunk(len(pieces), 2), strict=True):
+        start, end = piece * size, (piece + 1) * size
+        out, lse = attend(own, k[:, :, start:end], v[:, :, start:end], True, DIM**-0.5)
+        if start:
+            out = out.float()
+            merge(out, lse, *attend(own, k[:, :, :start], v[:, :, :start], False, DIM**-0.5))
+        outs.append(out.to(q.dtype))
+    return torch.cat(outs, 2)
+
+
+def gathered(x: torch.Tensor, placement: str) -> torch.Tensor:
+    """The whole sequence in order [B, H, S, D], of all ranks' rows x [B, H, S / world, D]."""
+    world = dist.get_world_size()
+    whole = x.new_empty(world * x.shape[0], *x.shape[1:])
+    dist.all_gather_into_tensor(whole, x)
+    return tw.unplace_sequence(whole.chunk(world), 2, placement)
+
+
+def exchanged(x: torch.Tensor, to_heads: bool) -> torch.Tensor:
+    """All rows of a share of the heads, of own rows of all heads; or the way back. [B, heads, rows, D]."""
+    parts = torch.stack(x.chunk(dist.get_world_size(), 1 if to_heads else 2))
+    come = torch.empty_like(parts)
+    dist.all_to_all_single(come, parts)
+    return torch.cat(come.unbind(), 2 if to_heads else 1)
+
+
+def ring(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, later: ExitStack) -> Runs:
+    """Contenders, of the whole q, k and v; `later` will end what PyTorch's own ring needs."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    q, k_own, v_own = (place_sequence(x, world, rank, 2, case.placement).contiguous() for x in (q, k, v))
+
+    def attention(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if case.causal:
+            return by_pieces(q, k, v, [rank, 2 * world - 1 - rank])
+        return attend(q, k, v, False, DIM**-0.5)[0]
+
+    def torch_ring(method: str) -> torch.Tensor:
+        set_rotate_method(method)
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k_own, v_own, is_causal=case.causal)
+
+    _cp_options.enable_load_balance = case.causal  # its way of doing so is the zigzag order
+    unused = q.new_zeros(2 * world)
+    mesh = init_device_mesh(q.device.type, (world,))
+    later.enter_context(context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]))
+    return {
+        "tileweave": lambda: tw.ring_attention(q, k_own, v_own, causal=case.causal, placement=case.placement),
+        "nccl": lambda: attention(gathered(k_own, case.placement), gathered(v_own, case.placement)),
+        "torch, gather": lambda: torch_ring("allgather"),
+        "torch, rotate": lambda: torch_ring("alltoall"),
+        "attention": lambda: attention(k, v),
+    }
+
+
+def ulysses(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: ExitStack) -> Runs:
+    """Contenders, of the whole q, k and v."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    own = tuple(place_sequence(x, world, rank, 2).contiguous() for x in (q, k, v))
+    q, k, v = (x.chunk(world, 1)[rank].contiguous() for x in (q, k, v))  # all rows of its heads
+
+    def nccl() -> torch.Tensor:
+        q, k, v = (exchanged(x, True) for x in own)
+        return exchanged(attend(q, k, v, case.causal, DIM**-0.5)[0], False)
+
+    return {
+        "tileweave": lambda: tw.ulysses_attention(*own, causal=case.causal),
+        "nccl": nccl,
+        "attention": lambda: attend(q, k, v, case.causal, DIM**-0.5)[0],
+    }
+
+
+CONTENDERS = {"ring_attention": ring, "ulysses_attention": ulysses}
+
+
+def measure(case: Case, device: torch.device, rounds: int) -> dict:
+    """One row."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    drawn = torch.Generator(device).manual_seed(case.rows)  # the same whole on every rank
+    sizes = case.batch, case.heads, case.rows, DIM
+    q, k, v = (torch.randn(sizes, device=device, dtype=torch.bfloat16, generator=drawn) for _ in range(3))
+    places = place_sequence(torch.arange(case.rows, device=device), world, rank, 0, case.placement)
+    sample = torch.randperm(len(places), device=device)[:SAMPLE]
+    some = torch.tensor([0, case.heads - 1], device=device)
+    picked = q[-1:, some][:, :, places[sample]], k[-1:, some], v[-1:, some]
+    truth, _ = reference(*picked, causal=case.causal, positions=places[sample])
+    with ExitStack() as ended:
+        runs = CONTENDERS[case.op](case, q, k, v, ended)
+
+        def of_sample(name: str) -> torch.Tensor:
+            return runs[name]()[-1:, some][:, :, sample]
+
+        samples: Runs = {name: partial(of_sample, name) for name in runs}
+        errors = checked(samples, truth, 2 * tolerance(torch.bfloat16))
+        found = timed({name: runs[name] for name in samples}, rounds)
+    tw.check()
+    flop = 4 * case.batch * case.heads * case.rows**2 * DIM / world / (2 if case.causal else 1)
+    rates = {name: flop / us[0] / 1e6 for name, us in found["us"].items()}
+    return {**asdict(case), "shape": case.shape, "world": world, "rel_error": errors, **found, "tflops_per_gpu": rates}
+
+
+def main() -> None:
+    """Measure the cases asked for, by default all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose op and shape contain TEXT")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", type=Path, help="where rank 0 writes the figures")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    rows: list[dict] = []
+    for case in CASES:
+        if options.only not in f"{case.op} {case.shape}":
+            continue
+        rows.append(measure(case, device, options.rounds))
+        report(f"{case.op} {case.shape}", rows, options.json)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
