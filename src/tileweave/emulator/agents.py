@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from greenlet import getcurrent, greenlet
 
-from tileweave.emulator.clocks import GENERIC, ROWS, Clock, Past
+from tileweave.emulator.clocks import GENERIC, ROWS, Clock, Past, merged
 from tileweave.emulator.places import Place
 from tileweave.emulator.touches import Touch
 
@@ -22,22 +22,27 @@ HOST_LAUNCH = 1 << 60  # "launch" of a host's pseudo-CTA, which never ends
 
 
 class CTA:
-    """One thread block of one launch of one rank, or (id None) the host thread of a rank."""
+    """One thread block of one launch of one rank, or (id None) the host thread of a rank.
+
+    It begins with `past`; `stream` is what its stream has done before, which it knows at once or behind a
+    `grid_dependency_wait`.
+    """
 
     __slots__ = (
-        "ended", "final", "grid", "id", "index", "lanes", "launch", "num_warps", "ops", "rank", "shared", "waiters",
-        "world",
+        "ended", "final", "grid", "id", "index", "lanes", "launch", "num_warps", "ops", "rank", "shared", "stream",
+        "waiters", "world",
     )  # fmt: skip
 
     def __init__(
-        self, world: World, rank: int, id: int | None, launch: int, past: Past, index=(), grid=(), num_warps=0
-    ):
+        self, world: World, rank: int, id: int | None, launch: int, past: Past, stream: Past, index=(), grid=(),
+        num_warps=0,
+    ):  # fmt: skip
         self.world, self.rank, self.id, self.launch = world, rank, id, launch
         self.index, self.grid, self.num_warps = index, grid, num_warps
         self.lanes: list[int] = []  # per lane, the last event handed out (asynchronous lanes)
         self.shared: list = []
         self.ops, self.ended = 0, False
-        self.final = Clock.starting(past)
+        self.final, self.stream = Clock.starting(past), stream
         self.waiters: list = []
 
     def new_lane(self) -> int:
@@ -152,6 +157,12 @@ class Partition(greenlet):
         self.clock.see(lane, count)
         if self.crowd.apart is not None:
             self.crowd.apart.see(lane, count)
+
+    def learn(self, past: Past) -> None:
+        """All threads learn, for every view, of what came before on their stream: a kernel boundary in a kernel."""
+        for clock in (self.clock, self.crowd.apart):
+            if clock is not None:
+                clock.past = tuple(merged(known, past) for known in clock.past)
 
     def part_ways(self) -> None:
         """The first thread is about to learn something that the crowd does not."""

@@ -64,6 +64,11 @@ def missing_order(space: str, x, access, who, why: str) -> str:
 
 def _unordered(space: str, x, access, who) -> str:
     clock, cta, part = who.clock, who.cta, x.part
+    if _of_predecessor(x, access):
+        return (
+            f"grid_dependency_wait() in {cta.title} before its access: a kernel that has one begins before what its "
+            "stream's earlier kernels did can be seen"
+        )
     if access.is_async and _came_later(x, access):
         return _completion(access, x)
     # Whether what the first thread of x's partition did after x is known to happen before: then some release reached
@@ -74,6 +79,14 @@ def _unordered(space: str, x, access, who) -> str:
     if told and not x.is_async:
         return "barrier() of the partition between the access by all of its threads and the release by its first one"
     return f"{_chain(x.cta, access.cta)} (or, if the second is meant to come first, the same the other way round)"
+
+
+def _of_predecessor(x, access) -> bool:
+    """Whether access x was done on the same stream before the launch of the other one began."""
+    first, second = x.cta, access.cta
+    if first.rank != second.rank or second.id is None:
+        return False
+    return first.launch < second.launch or (first.id is None and not x.is_async)
 
 
 def _came_later(x, op) -> bool:

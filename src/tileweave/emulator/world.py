@@ -26,6 +26,7 @@ from tileweave.emulator.memory import Memory
 from tileweave.emulator.rebuild import rebuilt, translate
 from tileweave.emulator.search import RandomOrder, Strategy, chosen
 from tileweave.emulator.views import Descriptor, Multicast, Pointer, region_of
+from tileweave.lang.launches import launched_ahead
 
 _COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
 _MEMORIES_KEPT = 256  # storages that keep their regions over a meeting, for the next launch
@@ -92,6 +93,7 @@ class World:
         self._serial = 0
         self.multicast = False  # whether a kernel has had a multicast address or used an alias fence
         self._launches = [0] * ranks
+        self._ahead: list[Past] = []  # per rank, what its next launch knows of its stream if it is launched ahead
         self._memories: dict[int, Memory] = {}
         self._seat = threading.local()
         self.hub: Any = None
@@ -114,9 +116,10 @@ class World:
         self.hub = getcurrent()
         self.forget()
         past = self._everything()
+        self._ahead = [past] * self.ranks
         self.hosts = [Host(self, rank, fn, self._seat) for rank in range(self.ranks)]
         for host in self.hosts:
-            cta = CTA(self, host.rank, None, HOST_LAUNCH, past)
+            cta = CTA(self, host.rank, None, HOST_LAUNCH, past, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
         try:
             # Ranks may run in inference mode: what they made there can be written only in it. Tiles are on the CPU;
@@ -208,6 +211,7 @@ class World:
             host.met = value
             host.part.clock.past = (past,) * 4
             self.wake(host.waiters)
+        self._ahead = [past] * self.ranks
         self._meeting.clear()
 
     def _everything(self) -> Past:
@@ -228,14 +232,17 @@ class World:
         values = [self._argument(rank, name, value) for name, value in bound.arguments.items()]
         self._launches[rank] += 1
         number = self._launches[rank]
-        past = host.clock.published(host.cta, host.serial, host.count)
+        stream = host.clock.published(host.cta, host.serial, host.count)
         host.tick()
+        # One that is launched ahead begins when its predecessor has begun to end: with what that one could count on.
+        past = self._ahead[rank] if launched_ahead(kernel) else stream
+        self._ahead[rank] = stream
         beside = start(host, copies)
         running: list[Partition] = []
         for id, (z, y, x) in enumerate(np.ndindex(grid[2], grid[1], grid[0])):
             if self.sms and len(running) >= self.sms:  # co-residency is limited
                 self._finish(host, running.pop(0), f" so that CTA {id} can start (sms={self.sms})")
-            cta = CTA(self, rank, id, number, past, (x, y, z), grid, num_warps)
+            cta = CTA(self, rank, id, number, past, stream, (x, y, z), grid, num_warps)
             self._running.append(cta)
             running.append(Partition(cta, "main", Clock.starting(past), self._body, (fn, values)))
         for part in running:

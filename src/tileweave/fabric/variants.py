@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tileweave.fabric.base import Copies, Variant
+from tileweave.lang.launches import launched_ahead
 
 _compiling = threading.Lock()  # ranks of one process want the same variants: compile each once
 
@@ -20,9 +21,8 @@ def variant_of(kernel: Any, grid: int, args: Sequence[Any], num_warps: int, vari
     """The compiled kernel for these arguments on the current device, not necessarily loaded."""
     if variant is not None and variant.compiled is not None:
         return variant.compiled
-    early = "grid_dependency_wait(" in kernel.src
     with _compiling:
-        compiled = kernel.warmup(*args, grid=(grid,), num_warps=num_warps, launch_pdl=early)
+        compiled = kernel.warmup(*args, grid=(grid,), num_warps=num_warps, launch_pdl=launched_ahead(kernel))
     if variant is not None:
         variant.compiled = compiled
     return compiled

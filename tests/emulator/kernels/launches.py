@@ -1,0 +1,56 @@
+"""Kernels that are launched ahead, some with the wait in the wrong place or in only some of their partitions."""
+
+from tileweave import lang as gl
+
+
+@gl.jit
+def passes_on(source, out, WAIT: gl.constexpr):
+    """out = source + 1, each CTA its 64 elements; the stream's earlier kernels are waited for "first", between the load
+    and the store ("late"), or never."""
+    o = gl.program_id(0) * 64 + gl.arange(0, 64, gl.BlockedLayout([1], [32], [4], [0]))
+    if WAIT == "first":
+        gl.grid_dependency_wait()
+    x = gl.load(source + o)
+    if WAIT == "late":
+        gl.grid_dependency_wait()
+    gl.store(out + o, x + 1)
+
+
+@gl.jit
+def waiting(source, out, WAIT: gl.constexpr, TILE_BYTES: gl.constexpr):
+    if WAIT:
+        gl.grid_dependency_wait()
+    tile = gl.allocate_shared_memory(source.dtype, source.block_shape, source.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [1], gl.MBarrierLayout())
+    gl.mbarrier_init(ready, count=1)
+    gl.mbarrier_expect(ready, TILE_BYTES)
+    gl.tma_load(source, [0, 0], ready, tile)
+    gl.mbarrier_wait(ready, 0)
+    gl.tma_store(out, [0, 0], tile)
+    gl.store_read_wait(0)
+
+
+@gl.jit
+def nothing():
+    pass
+
+
+@gl.jit
+def copies_in_a_partition(source, out, OWN_WAIT: gl.constexpr, FIRST_WAIT: gl.constexpr, TILE_BYTES: gl.constexpr):
+    """out = source by TMA, in a partition of its own, which waits by itself or was made behind a wait."""
+    if FIRST_WAIT:
+        gl.grid_dependency_wait()
+    gl.warp_specialize([(nothing, ()), (waiting, (source, out, OWN_WAIT, TILE_BYTES))], [4], [64])
+
+
+@gl.jit
+def counts(counter, WAIT: gl.constexpr):
+    """Every CTA adds one, without an order; who is launched ahead may do so before the word is what others made it."""
+    if WAIT:
+        gl.grid_dependency_wait()
+    gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
+
+
+@gl.jit
+def sets(counter, value):
+    gl.store(counter, value)
