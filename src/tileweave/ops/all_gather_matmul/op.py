@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.all_gather_matmul.check import NAME, check_kinds, settle
 from tileweave.ops.all_gather_matmul.operator import OPERATOR, run
-from tileweave.ops.contract import Like, Site, operand_dtype
+from tileweave.ops.contract import Like, Site
+from tileweave.ops.registration import is_plain
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 
@@ -78,7 +78,7 @@ def all_gather_matmul(
     """
     many = isinstance(b, (list, tuple))
     bs, (biases, scales) = _lists(b, bias=bias, scale_b=scale_b)
-    if isinstance(regather, bool) and _is_plain(a, *bs, *biases, *scales, *([] if scale_a is None else [scale_a])):
+    if isinstance(regather, bool) and is_plain(a, *bs, *biases, scale_a, *scales):
         results = run(fabric_of(group, a.device), a, bs, biases, return_gathered, plan, max_sms, scale_a, scales)
     else:
         check_kinds(a, bs, biases, return_gathered, plan, max_sms, regather, scale_a, scales)
@@ -119,22 +119,3 @@ def _lists(b, **each) -> tuple[list, list[list]]:
     if many:
         return list(b), [[] if given is None else list(given) for given in each.values()]
     return [b], [[] if given is None else [given] for given in each.values()]
-
-
-def _is_plain(*tensors) -> bool:
-    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    graded = torch.is_grad_enabled()
-    return all(
-        type(x) in (torch.Tensor, torch.nn.Parameter)
-        and not (graded and x.requires_grad)
-        and x.layout is torch.strided
-        and operand_dtype(x) == x.dtype
-        for x in tensors
-    )

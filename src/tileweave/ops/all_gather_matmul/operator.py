@@ -16,18 +16,25 @@ keeps A where some b needs a gradient, or, with `regather`, a alone, and the bac
 collective: all ranks run them, and the same inputs need gradients on all and the same results take part in the loss.
 """
 
-from functools import lru_cache
-
 import torch
-from torch.autograd import forward_ad
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.all_gather_matmul.check import NAME, Agreement, check, check_kinds, settle
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
 from tileweave.ops.all_gather_matmul.places import channel_name
-from tileweave.ops.contract import FP8, Like, Site, operand_dtype
+from tileweave.ops.contract import FP8, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.planner import Plan
+from tileweave.ops.registration import (
+    below_autograd,
+    kind,
+    read_max_sms,
+    read_plan,
+    recall,
+    refuse_transforms,
+    register_autocast,
+    remember,
+    wants_gradients,
+)
 
 LIBRARY.define(
     f"{NAME}(Tensor a, Tensor[] b, str group_name, Tensor[] bias, bool return_gathered, str plan, int max_sms, "
@@ -35,18 +42,13 @@ LIBRARY.define(
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.all_gather_matmul.default
-KINDS = 256  # kinds of calls that a channel remembers
-_plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(a, b, group_name, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=None):
     """The operator's implementation."""
-    plan = _plan(plan) if plan else None
-    if max_sms < 0:
-        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    fabric = named_fabric(group_name, a.device)
-    return run(fabric, a, b, bias, return_gathered, plan, max_sms or None, scale_a, scale_b or ())
+    options = return_gathered, read_plan(plan), read_max_sms(NAME, max_sms), scale_a, scale_b or ()
+    return run(named_fabric(group_name, a.device), a, b, bias, *options)
 
 
 def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_b=()):
@@ -54,21 +56,14 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
 
     The options are those of the public function, `b`, `bias` and `scale_b` sequences.
     """
-    kinds = _kind(a), *map(_kind, b), None, *map(_kind, bias), return_gathered, plan, max_sms
+    kinds = kind(a), *map(kind, b), None, *map(kind, bias), return_gathered, plan, max_sms
     scales = None
     if scale_a is not None or scale_b:
         scales = scale_a, scale_b
-        kinds += (None if scale_a is None else _kind(scale_a)), *map(_kind, scale_b)
+        kinds += kind(scale_a), *map(kind, scale_b)
     channel = channel_name(plan)
-    remembered = fabric.views(channel)
-    try:
-        known = remembered.get(kinds) if remembered else None
-    except TypeError:  # an option of a kind that cannot be remembered, nor be right: see check_kinds
-        known = None
-    if known is not None and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-        agreement, prepared = known
-        if fabric.compares:
-            fabric.agree(agreement)
+    prepared = recall(fabric, channel, kinds, a)
+    if prepared is not None:
         return prepared.launch(fabric, a, b, bias, scales)
     check_kinds(a, b, bias, return_gathered, plan, max_sms, False, scale_a, scale_b)
     like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias))
@@ -80,17 +75,8 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
     if route.plan is None:
         return unfused(fabric, call, a, b, bias, scales)
     results, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
-    remembered = fabric.views(channel)
-    if prepared is not None and remembered is not None:
-        if len(remembered) == KINDS:
-            remembered.clear()
-        remembered[kinds] = agreement, prepared
+    remember(fabric, channel, kinds, agreement, prepared)
     return results
-
-
-def _kind(x: torch.Tensor) -> tuple:
-    """All that a prepared launch depends on in a tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
 @torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
@@ -112,7 +98,7 @@ class _Gradients(torch.autograd.Function):
         whether the gathered rows are a result. Where they are kept they are one, so that gradients have gradients."""
         b, bias = tensors[:count], tensors[count:]
         needs_a, needs_b = ctx.needs_input_grad[7], any(ctx.needs_input_grad[8 : 8 + count])
-        results = _below_autograd(keys, a, list(b), group_name, list(bias), gathers, plan, max_sms, regather)
+        results = below_autograd(OPERATOR, keys, a, list(b), group_name, list(bias), gathers, plan, max_sms, regather)
         kept = (a if regather else results[-1]) if needs_b else None
         ctx.save_for_backward(kept, *(b if needs_a else ()))
         ctx.count, ctx.group_name, ctx.max_sms, ctx.regather, ctx.dtype = count, group_name, max_sms, regather, a.dtype
@@ -153,47 +139,20 @@ def _grad_a(ctx, b, of_outs, of_gathered):
     return total
 
 
-def _below_autograd(keys, *args):
-    """Go on to what comes after autograd: a tracer, or the implementation."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return OPERATOR.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-
 def _autograd(keys, a, b, group_name, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=None):
     """As matmul_reduce_scatter's; the list of results has to pass through an autograd function as a tuple."""
     tensors = (a, *b, *bias)
     scales = () if scale_a is None else (scale_a, *(scale_b or ()))
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(f"{NAME} has no forward-mode derivative; its gradients are those of backward()")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(
-            f"{NAME} has no rules for torch.func transforms; its gradients are those of backward()"
-        )
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*tensors, *scales)):
+    refuse_transforms(NAME, *tensors)
+    if wants_gradients(*tensors, *scales):
         if a.dtype == FP8:
             raise NotImplementedError(f"{NAME} of float8_e4m3fn operands has no gradients; detach() them")
         gathers = return_gathered or (not regather and any(x.requires_grad for x in b))
         results = _Gradients.apply(keys, len(b), group_name, gathers, plan, max_sms, regather, *tensors)
         return list(results if return_gathered else results[: len(b)])
     options = return_gathered, plan, max_sms, regather, scale_a, scale_b
-    return _below_autograd(keys, a, b, group_name, bias, *options)
+    return below_autograd(OPERATOR, keys, a, b, group_name, bias, *options)
 
 
 LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)
-
-
-def _register_autocast(device: str) -> None:
-    """Under autocast on `device`, cast the operands as torch.matmul's are cast, then call the operator."""
-    key = f"Autocast{device.upper()}"
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def cast(a, b, group_name, bias, *options):
-        (a,), b, bias = ([x.to(operand_dtype(x)) for x in xs] for xs in ([a], b, bias))
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return OPERATOR(a, b, group_name, bias, *options)
-
-    LIBRARY.impl(NAME, cast, key)
-
-
-for _device in ("cpu", "cuda"):
-    _register_autocast(_device)
+register_autocast(NAME, OPERATOR, 0, 1, 3)

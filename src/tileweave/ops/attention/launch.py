@@ -21,11 +21,11 @@ from tileweave.ops.attention.check import (
 )
 from tileweave.ops.attention.kernel import attention_kernel
 from tileweave.ops.descriptors import ALIGN, Box
+from tileweave.ops.registration import kind, recall, remember
 
 WARPS = 4
 NO_MASK = 1 << 30  # an offset by which every row sees all columns
 L2_BYTES = 32 << 20  # of K and V that stay in the L2 cache beside all else
-KINDS = 256  # kinds of calls that a channel remembers
 
 
 def attention(
@@ -61,9 +61,8 @@ def attention(
     Raises:
         TypeError, ValueError: the arguments break these rules, or the kernel cannot run on this fabric.
     """
-    key = _kind(q), _kind(k), _kind(v), causal, offset, scale, layout, return_lse, tiling
-    remembered = fabric.views(NAME)
-    prepared = remembered.get(key) if remembered else None
+    kinds = kind(q), kind(k), kind(v), causal, offset, scale, layout, return_lse, tiling
+    prepared = recall(fabric, NAME, kinds, q)
     if prepared is None:
         call = check(q, k, v, causal, offset, scale, layout, return_lse)
         if why := unsupported(fabric, call):
@@ -73,17 +72,8 @@ def attention(
         if call.batch * call.heads * call.rows == 0 or call.cols == 0:
             return _nothing(call, q)
         prepared = prepare(fabric, call, tiling, layout, q, k, v)
-        remembered = fabric.views(NAME)
-        if remembered is not None:
-            if len(remembered) == KINDS:
-                remembered.clear()
-            remembered[key] = prepared
+        remember(fabric, NAME, kinds, None, prepared)
     return prepared.launch(fabric, q, k, v)
-
-
-def _kind(x: torch.Tensor) -> tuple:
-    """All that a prepared launch depends on in a tensor."""
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGN
 
 
 def _nothing(call: Call, q: torch.Tensor):

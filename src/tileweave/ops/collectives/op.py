@@ -10,6 +10,7 @@ from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.collectives.check import check, check_kinds
 from tileweave.ops.collectives.operator import OPERATORS, OPTIONS, run
 from tileweave.ops.collectives.passes import choose
+from tileweave.ops.registration import is_plain
 from tileweave.ops.route import Route
 
 
@@ -104,7 +105,7 @@ def all_to_all(x: torch.Tensor, group=None, *, split_dim: int, concat_dim: int) 
 
 def _call(name: str, x: torch.Tensor, group: Any, *options: Any) -> torch.Tensor:
     """The operator, or, where PyTorch's dispatcher would do nothing but call it, its implementation."""
-    if _is_plain(x):
+    if is_plain(x):
         return run(fabric_of(group, x.device), name, x, *options)
     if not torch.compiler.is_compiling():  # which traces no derivatives but those of backward()
         _refuse_transforms(name, x)
@@ -121,19 +122,6 @@ def _refuse_transforms(name: str, x: Any) -> None:
         raise NotImplementedError(
             f"{name} has no rules for torch.func's derivatives; its gradients are those of backward()"
         )
-
-
-def _is_plain(x: Any) -> bool:
-    """Whether nothing has to see the call but its implementation: no gradient, mode, subclass, transform or tracer."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout is torch.strided
-    return plain and not (x.requires_grad and torch.is_grad_enabled())
 
 
 def _resolve(deterministic: bool | None) -> bool | None:

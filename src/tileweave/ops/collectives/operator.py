@@ -25,6 +25,7 @@ from tileweave.ops.collectives.check import Call, check, check_kinds
 from tileweave.ops.collectives.launch import CHANNEL, prepare, unfused
 from tileweave.ops.collectives.passes import choose
 from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.registration import recall, remember
 
 OPTIONS = {
     "all_gather": {"dim": "int"},
@@ -32,7 +33,6 @@ OPTIONS = {
     "all_reduce": {"op": "str", "deterministic": "bool"},
     "all_to_all": {"split_dim": "int", "concat_dim": "int"},
 }
-KINDS = 256  # kinds of calls that a channel remembers
 
 
 class Agreement(NamedTuple):
@@ -50,16 +50,9 @@ def run(fabric: Fabric, name: str, x: torch.Tensor, *options: Any) -> torch.Tens
 
     `options` are those of the operator, in the order of its schema.
     """
-    remembered = fabric.views(CHANNEL)
-    try:
-        kind = name, x.shape, x.dtype, x.device, options
-        known = remembered.get(kind) if remembered else None
-    except (AttributeError, TypeError):  # x is no tensor, or an option not what it should be: see check_kinds
-        known = None
-    if known is not None and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        agreement, prepared = known
-        if fabric.compares:
-            fabric.agree(agreement)
+    kinds = name, x.shape, x.dtype, x.device, options
+    prepared = recall(fabric, CHANNEL, kinds, x)
+    if prepared is not None:
         return prepared.launch(fabric, x)
     check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
     call = check(name, fabric.world_size, x, *options)
@@ -70,11 +63,7 @@ def run(fabric: Fabric, name: str, x: torch.Tensor, *options: Any) -> torch.Tens
     if not route.fused:
         return unfused(fabric, call, x)
     prepared = prepare(fabric, call)
-    remembered = fabric.views(CHANNEL)
-    if remembered is not None:
-        if len(remembered) == KINDS:
-            remembered.clear()
-        remembered[kind] = agreement, prepared
+    remember(fabric, CHANNEL, kinds, agreement, prepared)
     return prepared.launch(fabric, x)
 
 

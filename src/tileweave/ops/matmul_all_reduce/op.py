@@ -1,12 +1,12 @@
 """matmul_all_reduce: what users call."""
 
 import torch
-from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
-from tileweave.ops.contract import Like, Site, operand_dtype
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce.check import Options, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.operator import OPERATOR, run
+from tileweave.ops.registration import is_plain
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 
@@ -68,7 +68,7 @@ def matmul_all_reduce(
     """
     deterministic = _resolve(deterministic)
     extras = bias, residual, norm_weight
-    if _is_plain(a, b, *extras):
+    if is_plain(a, b, *extras):
         fabric = fabric_of(group, a.device)
         results = run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms)
     else:
@@ -89,27 +89,6 @@ def route(
     options = Options(_resolve(deterministic), norm_eps, max_sms or 0)
     like = map(Like.autocast, (a, b, bias, residual, norm_weight))
     return settle(Site.of(fabric_of(group, a.device)), *like, options, plan)[1]
-
-
-def _is_plain(*tensors) -> bool:
-    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation, as in
-    matmul_reduce_scatter."""
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    graded = torch.is_grad_enabled()
-    return all(
-        type(x) in (torch.Tensor, torch.nn.Parameter)
-        and not (graded and x.requires_grad)
-        and x.layout is torch.strided
-        and operand_dtype(x) == x.dtype
-        for x in tensors
-        if x is not None
-    )
 
 
 def _resolve(deterministic: bool | None) -> bool:

@@ -13,17 +13,24 @@ G is the same on all ranks as long as they all do the same with the results, whi
 communicated.
 """
 
-from functools import lru_cache
-
 import torch
-from torch.autograd import forward_ad
 
 from tileweave.fabric import named_fabric
-from tileweave.ops.contract import Like, Site, operand_dtype
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.matmul_all_reduce.check import NAME, Agreement, Options, check, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused
-from tileweave.planner import Plan
+from tileweave.ops.registration import (
+    below_autograd,
+    kind,
+    read_max_sms,
+    read_plan,
+    recall,
+    refuse_transforms,
+    register_autocast,
+    remember,
+    wants_gradients,
+)
 
 LIBRARY.define(
     f"{NAME}(Tensor a, Tensor b, str group_name, Tensor? bias, bool deterministic, Tensor? residual, "
@@ -31,18 +38,13 @@ LIBRARY.define(
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.matmul_all_reduce.default
-KINDS = 256  # kinds of calls that a channel remembers
-_plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms):
     """The operator's implementation."""
-    plan = _plan(plan) if plan else None
-    if max_sms < 0:
-        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    fabric = named_fabric(group_name, a.device)
-    return run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms or None)
+    options = read_plan(plan), read_max_sms(NAME, max_sms)
+    return run(named_fabric(group_name, a.device), a, b, bias, deterministic, residual, norm_weight, norm_eps, *options)
 
 
 def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms):
@@ -51,16 +53,9 @@ def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan
     The options are those of the public function, `deterministic` resolved.
     """
     extras = Extras(bias, residual, norm_weight)
-    kinds = _kind(a), _kind(b), *map(_kind, extras), deterministic, norm_eps, plan, max_sms
-    remembered = fabric.views(NAME)
-    try:
-        known = remembered.get(kinds) if remembered else None
-    except TypeError:  # an option of a kind that cannot be remembered, nor be right: see check_kinds
-        known = None
-    if known is not None and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-        agreement, prepared = known
-        if fabric.compares:
-            fabric.agree(agreement)
+    kinds = kind(a), kind(b), *map(kind, extras), deterministic, norm_eps, plan, max_sms
+    prepared = recall(fabric, NAME, kinds, a)
+    if prepared is not None:
         return prepared.launch(fabric, a, b, extras)
     check_kinds(a, b, *extras[:1], deterministic, *extras[1:], norm_eps, plan, max_sms)
     options = Options(deterministic, float(norm_eps), max_sms or 0)
@@ -73,19 +68,8 @@ def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan
     if route.plan is None:
         return unfused(fabric, call, a, b, extras)
     results, prepared = fused(fabric, call, a, b, extras, route.plan)
-    remembered = fabric.views(NAME)
-    if prepared is not None and remembered is not None:
-        if len(remembered) == KINDS:
-            remembered.clear()
-        remembered[kinds] = agreement, prepared
+    remember(fabric, NAME, kinds, agreement, prepared)
     return results
-
-
-def _kind(x: torch.Tensor | None) -> tuple | None:
-    """All that a prepared launch depends on in a tensor."""
-    if x is None:
-        return None
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
 @torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
@@ -103,8 +87,8 @@ class _Gradients(torch.autograd.Function):
     def forward(ctx, keys, a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, *options):
         """Keep what the gradients need, and no more; then compute."""
         _, needs_a, needs_b, *_ = ctx.needs_input_grad
-        results = _below_autograd(
-            keys, a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, *options
+        results = below_autograd(
+            OPERATOR, keys, a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, *options
         )
         total = None if norm_weight is None else results[1]
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None, total, norm_weight)
@@ -139,45 +123,15 @@ def _through_norm(grad, x, weight, eps):
     return grad_x, (grad * normed).sum(0)
 
 
-def _below_autograd(keys, *args):
-    """Go on to what comes after autograd: a tracer, or the implementation."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return OPERATOR.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-
 def _autograd(keys, a, b, group_name, bias, deterministic, residual, norm_weight, *options):
     """As matmul_reduce_scatter's; the list of results has to pass through an autograd function as a tuple."""
-    tensors = [x for x in (a, b, bias, residual, norm_weight) if x is not None]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(f"{NAME} has no forward-mode derivative; its gradients are those of backward()")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(
-            f"{NAME} has no rules for torch.func transforms; its gradients are those of backward()"
-        )
+    tensors = a, b, bias, residual, norm_weight
+    refuse_transforms(NAME, *tensors)
     args = a, b, group_name, bias, deterministic, residual, norm_weight, *options
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if wants_gradients(*tensors):
         return list(_Gradients.apply(keys, *args))
-    return _below_autograd(keys, *args)
+    return below_autograd(OPERATOR, keys, *args)
 
 
 LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)
-
-
-def _register_autocast(device: str) -> None:
-    """Under autocast on `device`, cast the operands as torch.matmul's are cast, then call the operator."""
-    key = f"Autocast{device.upper()}"
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def as_operand(x):
-        return None if x is None else x.to(operand_dtype(x))
-
-    def cast(a, b, group_name, bias, deterministic, residual, norm_weight, *options):
-        a, b, bias, residual, norm_weight = map(as_operand, (a, b, bias, residual, norm_weight))
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return OPERATOR(a, b, group_name, bias, deterministic, residual, norm_weight, *options)
-
-    LIBRARY.impl(NAME, cast, key)
-
-
-for _device in ("cpu", "cuda"):
-    _register_autocast(_device)
+register_autocast(NAME, OPERATOR, 0, 1, 3, 5, 6)

@@ -1,12 +1,12 @@
 """matmul_reduce_scatter: what users call."""
 
 import torch
-from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
-from tileweave.ops.contract import Like, Site, operand_dtype
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_reduce_scatter.check import check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.operator import OPERATOR, run
+from tileweave.ops.registration import is_plain
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 
@@ -75,7 +75,7 @@ def matmul_reduce_scatter(
         FabricTimeout: a peer did not take part within the group's timeout.
     """
     options = op, bias, _resolve(deterministic), out_dtype
-    if _is_plain(a, b, bias, scale_a, scale_b):
+    if is_plain(a, b, bias, scale_a, scale_b):
         return run(fabric_of(group, a.device), a, b, *options, plan, max_sms, scale_a, scale_b)
     check_kinds(a, b, *options, plan, max_sms, scale_a, scale_b)
     text = "" if plan is None else plan.to_json()
@@ -101,30 +101,6 @@ def route(
     of_scales = Like.of(scale_a), Like.of(scale_b)
     site, a, b, bias = Site.of(fabric_of(group, a.device)), Like.autocast(a), Like.autocast(b), Like.autocast(bias)
     return settle(site, a, b, op, bias, _resolve(deterministic), out_dtype, plan, max_sms or 0, *of_scales)[1]
-
-
-def _is_plain(a, b, *optional) -> bool:
-    """Whether PyTorch's dispatcher would do nothing but call the operator's implementation.
-
-    It comes to it through two kernels in Python, which takes as long as all the rest of a warm call but the launch.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    graded = torch.is_grad_enabled()
-    for x in (a, b, *(x for x in optional if x is not None)):
-        if (
-            type(x) not in (torch.Tensor, torch.nn.Parameter)
-            or (graded and x.requires_grad)
-            or x.layout is not torch.strided
-            or operand_dtype(x) != x.dtype
-        ):
-            return False
-    return True
 
 
 def _resolve(deterministic: bool | None) -> bool:

@@ -14,17 +14,24 @@ b^T while it arrives. All ranks run it, and the same inputs need gradients on al
 products and sums are accumulated in float32.
 """
 
-from functools import lru_cache
-
 import torch
-from torch.autograd import forward_ad
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.contract import FP8, Like, Site, operand_dtype
+from tileweave.ops.contract import FP8, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Agreement, check, check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
-from tileweave.planner import Plan
+from tileweave.ops.registration import (
+    below_autograd,
+    kind,
+    read_max_sms,
+    read_plan,
+    recall,
+    refuse_transforms,
+    register_autocast,
+    remember,
+    wants_gradients,
+)
 
 LIBRARY.define(
     f"{NAME}(Tensor a, Tensor b, str group_name, str op, Tensor? bias, bool deterministic, ScalarType? out_dtype, "
@@ -32,17 +39,12 @@ LIBRARY.define(
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.matmul_reduce_scatter.default
-KINDS = 256  # kinds of calls that a channel remembers
-_plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None):
     """The operator's implementation."""
-    plan = _plan(plan) if plan else None
-    if max_sms < 0:
-        raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    options = op, bias, deterministic, out_dtype, plan, max_sms or None, scale_a, scale_b
+    options = op, bias, deterministic, out_dtype, read_plan(plan), read_max_sms(NAME, max_sms), scale_a, scale_b
     return run(named_fabric(group_name, a.device), a, b, *options)
 
 
@@ -52,18 +54,11 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a
     The options are those of the public function, `deterministic` resolved.
     """
     scales = None if scale_a is None and scale_b is None else (scale_a, scale_b)
-    kinds = _kind(a), _kind(b), _kind(bias), op, deterministic, out_dtype, plan, max_sms
+    kinds = kind(a), kind(b), kind(bias), op, deterministic, out_dtype, plan, max_sms
     if scales is not None:
-        kinds += _kind(scale_a), _kind(scale_b)
-    remembered = fabric.views(NAME)
-    try:
-        known = remembered.get(kinds) if remembered else None
-    except TypeError:  # an option of a kind that cannot be remembered, nor be right: see check_kinds
-        known = None
-    if known is not None and not (a.is_cuda and torch.cuda.is_current_stream_capturing()):
-        agreement, prepared = known
-        if fabric.compares:
-            fabric.agree(agreement)
+        kinds += kind(scale_a), kind(scale_b)
+    prepared = recall(fabric, NAME, kinds, a)
+    if prepared is not None:
         return prepared.launch(fabric, a, b, bias, scales)
     check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a, scale_b)
     like = Like.of(a), Like.of(b), op, Like.of(bias)
@@ -77,19 +72,8 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a
     if route.plan is None:
         return unfused(fabric, call, a, b, bias, scales)
     out, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
-    remembered = fabric.views(NAME)
-    if prepared is not None and remembered is not None:
-        if len(remembered) == KINDS:
-            remembered.clear()
-        remembered[kinds] = agreement, prepared
+    remember(fabric, NAME, kinds, agreement, prepared)
     return out
-
-
-def _kind(x: torch.Tensor | None) -> tuple | None:
-    """All that a prepared launch depends on in a tensor."""
-    if x is None:
-        return None
-    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
 @torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
@@ -111,7 +95,7 @@ class _Gradients(torch.autograd.Function):
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
         ctx.group_name, ctx.op, ctx.dtype = group_name, op, a.dtype
         ctx.max_sms, ctx.others = options[3], len(options)
-        return _below_autograd(keys, a, b, group_name, op, bias, *options)
+        return below_autograd(OPERATOR, keys, a, b, group_name, op, bias, *options)
 
     @staticmethod
     def backward(ctx, grad):
@@ -134,45 +118,15 @@ class _Gradients(torch.autograd.Function):
         return None, grad_a, grad_b, None, None, grad_bias, *[None] * ctx.others
 
 
-def _below_autograd(keys, *args):
-    """Go on to what comes after autograd: a tracer, or the implementation."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return OPERATOR.redispatch(keys & torch._C._after_autograd_keyset, *args)
-
-
 def _autograd(keys, a, b, group_name, op, bias, *options):
     """As torch.library.register_autograd, which takes 2 microseconds a call more, and 25 where gradients are kept."""
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in (a, b, bias)
-    ):
-        raise NotImplementedError(f"{NAME} has no forward-mode derivative; its gradients are those of backward()")
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        raise NotImplementedError(
-            f"{NAME} has no rules for torch.func transforms; its gradients are those of backward()"
-        )
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias, *options[4:])):
+    refuse_transforms(NAME, a, b, bias)
+    if wants_gradients(a, b, bias, *options[4:]):
         if a.dtype == FP8:
             raise NotImplementedError(f"{NAME} of float8_e4m3fn operands has no gradients; detach() them")
         return _Gradients.apply(keys, a, b, group_name, op, bias, *options)
-    return _below_autograd(keys, a, b, group_name, op, bias, *options)
+    return below_autograd(OPERATOR, keys, a, b, group_name, op, bias, *options)
 
 
 LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)
-
-
-def _register_autocast(device: str) -> None:
-    """Under autocast on `device`, cast the operands as torch.matmul's are cast, then call the operator."""
-    key = f"Autocast{device.upper()}"
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-
-    def cast(a, b, group_name, op, bias, *options):
-        a, b = a.to(operand_dtype(a)), b.to(operand_dtype(b))
-        bias = None if bias is None else bias.to(operand_dtype(bias))
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return OPERATOR(a, b, group_name, op, bias, *options)
-
-    LIBRARY.impl(NAME, cast, key)
-
-
-for _device in ("cpu", "cuda"):
-    _register_autocast(_device)
+register_autocast(NAME, OPERATOR, 0, 1, 4)

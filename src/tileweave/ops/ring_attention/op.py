@@ -4,10 +4,10 @@ import torch
 
 from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.contract import Like, Site
+from tileweave.ops.registration import is_plain
 from tileweave.ops.ring_attention.check import check_kinds, settle
 from tileweave.ops.ring_attention.operator import OPERATOR, run
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.registration import is_plain
 from tileweave.planner import Plan
 
 

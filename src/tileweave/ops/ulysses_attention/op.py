@@ -6,9 +6,9 @@ import torch
 
 from tileweave.fabric import fabric_of, group_name, group_size
 from tileweave.ops.contract import Like, Site
+from tileweave.ops.registration import is_plain
 from tileweave.ops.route import Route
 from tileweave.ops.sequence.contract import likes
-from tileweave.ops.sequence.registration import is_plain
 from tileweave.ops.ulysses_attention.check import NAME, check, check_kinds, settle
 from tileweave.ops.ulysses_attention.launch import with_attention
 from tileweave.ops.ulysses_attention.operator import OPERATOR, run

@@ -10,26 +10,25 @@ out, in the layout of q, and for the backward pass the log-sum-exps [B, H / worl
 these, q, k, v and out, all as they are sharded, and moves them to the heads again: a collective.
 """
 
-from functools import lru_cache
-
 import torch
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.contract import Site
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.ops.sequence.contract import likes, lse_dtype
-from tileweave.ops.sequence.registration import (
+from tileweave.ops.registration import (
     below_autograd,
     kind,
+    read_plan,
     recall,
     refuse_transforms,
     register_autocast,
     register_backward,
     remember,
+    wants_gradients,
 )
+from tileweave.ops.sequence.contract import likes, lse_dtype
 from tileweave.ops.ulysses_attention.check import NAME, Agreement, check, check_kinds, settle
 from tileweave.ops.ulysses_attention.launch import fused, nothing, unfused, unfused_backward
-from tileweave.planner import Plan
 
 BACKWARD = f"{NAME}_backward"
 OPTIONS = "str group_name, bool causal, float? scale, str layout"
@@ -41,14 +40,12 @@ LIBRARY.define(
 )
 OPERATOR = torch.ops.tileweave.ulysses_attention.default
 OPERATOR_BACKWARD = torch.ops.tileweave.ulysses_attention_backward.default
-_plan = lru_cache(Plan.from_json)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(q, k, v, group_name, causal, scale, layout, plan):
     """The operator's implementation."""
-    plan = _plan(plan) if plan else None
-    return run(named_fabric(group_name, q.device), q, k, v, causal, scale, layout, plan)
+    return run(named_fabric(group_name, q.device), q, k, v, causal, scale, layout, read_plan(plan))
 
 
 def run(fabric, q, k, v, *options):
@@ -57,11 +54,8 @@ def run(fabric, q, k, v, *options):
     `options` are causal, scale, layout and plan of the public function. Returns (out, lse).
     """
     kinds = kind(q), kind(k), kind(v), options
-    known = recall(fabric, NAME, kinds, q)
-    if known is not None:
-        agreement, prepared = known
-        if fabric.compares:
-            fabric.agree(agreement)
+    prepared = recall(fabric, NAME, kinds, q)
+    if prepared is not None:
         return prepared.launch(fabric, q, k, v)
     causal, scale, _, plan = options
     check_kinds(q, k, v, causal, scale, plan)
@@ -125,11 +119,11 @@ class _Gradients(torch.autograd.Function):
 def _autograd(keys, q, k, v, *options):
     """As torch.library.register_autograd, which costs more on every call."""
     refuse_transforms(NAME, q, k, v)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+    if wants_gradients(q, k, v):
         return _Gradients.apply(keys, q, k, v, *options)
     return below_autograd(OPERATOR, keys, q, k, v, *options)
 
 
 LIBRARY.impl(NAME, _autograd, "Autograd", with_keyset=True)
 register_backward(BACKWARD, OPERATOR_BACKWARD)
-register_autocast(NAME, OPERATOR)
+register_autocast(NAME, OPERATOR, 0, 1, 2)
