@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import tileweave as tw
-from tileweave.nn import MoE
+from tileweave.nn import ColumnParallelLinear, MoE, reduce_gradients
 
 SIZES = dict(features=24, hidden=16, experts=7, k=3, dtype=torch.bfloat16, seed=3)
 
@@ -33,6 +34,41 @@ def test_it_is_the_layer_of_one_rank(world):
             near(sum(r[2]["router"].float() for r in results), grads["router"])
             for name in MoE.SPLIT:
                 near(torch.cat([r[2][name] for r in results]), grads[name])
+
+
+def test_gradients_of_a_model_with_experts_are_summed():
+    """Those of what all ranks have, the router's too, and not the experts'."""
+    x = torch.randn(3, 5, 24).bfloat16()
+
+    def rank_program(rank, group, tokens):
+        model = nn.Sequential(nn.RMSNorm(24, dtype=torch.bfloat16), MoE(**SIZES, group=group))
+        model(tokens).float().square().sum().backward()
+        reduce_gradients(model)
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    with tw.virtual_world(1, device="cpu") as one:
+        (whole,) = one.run(lambda rank, group: rank_program(rank, group, x))
+    with tw.virtual_world(3, device="cpu") as several:
+        results = several.run(lambda rank, group: rank_program(rank, group, x[rank]))
+    for name, goal in whole.items():
+        parts = [grads[name] for grads in results]
+        if name.removeprefix("1.") in MoE.SPLIT:
+            near(torch.cat(parts), goal)
+        else:
+            assert all(torch.equal(part, parts[0]) for part in parts), name
+            near(parts[0], goal)
+
+
+def test_gradients_of_experts_beside_layers_that_are_not_sequence_parallel_are_refused():
+    def rank_program(rank, group):
+        model = nn.Sequential(
+            ColumnParallelLinear(24, 24, group=group, sequence_parallel=False), MoE(**SIZES, group=group)
+        )
+        with pytest.raises(ValueError, match="all be sequence parallel, or none, and MoE always is"):
+            reduce_gradients(model)
+
+    with tw.virtual_world(2, device="cpu") as world:
+        world.run(rank_program)
 
 
 def near(got, goal):

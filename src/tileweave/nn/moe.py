@@ -31,8 +31,9 @@ class MoE(nn.Module):
     features]: this rank's experts, consecutive ones, as torch.tensor_split divides them. load_state_dict takes a rank's
     own parts, or the whole of all experts.
 
-    The gradients of gate, up and down are complete after the backward pass, that of `router` is of this rank's tokens:
-    sum it over the ranks, as those of other weights that all ranks have. Forward and backward passes are collective.
+    The gradients of gate, up and down are complete after the backward pass, that of `router` is of this rank's tokens,
+    as those of other weights that all ranks have: `reduce_gradients` sums them. Forward and backward passes are
+    collective.
     After a forward pass `route` says where its tokens went.
 
     Raises:

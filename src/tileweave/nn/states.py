@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tileweave.nn.moe import MoE
 from tileweave.nn.shard import SAVES_WHOLE, ParallelLinear
 from tileweave.ops.collectives import all_reduce
 
@@ -28,28 +29,32 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 def reduce_gradients(module: nn.Module) -> None:
     """Sum over the ranks the gradients of the parameters that all ranks have whole, in place. Collective.
 
-    For models with sequence-parallel layers, between the backward pass (the last one, where several accumulate
-    gradients) and the optimizer's step. There norms, embeddings, and biases of row-parallel layers are the same on all
-    ranks, but each rank's gradient comes from its own tokens. The loss of a rank is its tokens' share of the whole
-    loss: a sum divided by the number of all tokens. Gradients of split weights are complete after the backward pass.
+    For models with sequence-parallel layers or `MoE`, between the backward pass (the last one, where several accumulate
+    gradients) and the optimizer's step. There norms, embeddings, routers, and biases of row-parallel layers are the
+    same on all ranks, but each rank's gradient comes from its own tokens. The loss of a rank is its tokens' share of
+    the whole loss: a sum divided by the number of all tokens. Gradients of split weights, experts' too, are complete
+    after the backward pass.
 
-    The ranks are those of the group of the module's parallel layers. Where none of these is sequence parallel every
-    gradient is complete, and nothing is done. Parameters without a gradient are left out, the same on all ranks.
+    The ranks are those of the group of the module's parallel layers. Where none of these is sequence parallel, nor MoE,
+    every gradient is complete, and nothing is done. Parameters without a gradient are left out, the same on all ranks.
 
-    ValueError: the sequence-parallel layers have several groups, or only some layers are sequence parallel.
+    ValueError: the layers whose ranks have tokens of their own have several groups, or only some layers are such.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear)]
+    layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear | MoE)]
     split = {id(getattr(layer, name)) for layer in layers for name in layer.SPLIT}
-    if len({layer.sequence_parallel for layer in layers}) > 1:
+    own = [layer for layer in layers if isinstance(layer, MoE) or layer.sequence_parallel]  # each rank its own tokens
+    if own and len(own) < len(layers):
         raise ValueError(
-            "module: its parallel layers must all be sequence parallel, or none: it cannot be told which norms see "
-            "tokens of one rank and which see all; call it for each part"
+            "module: its parallel layers must all be sequence parallel, or none, and MoE always is: it cannot be "
+            "told which norms see tokens of one rank and which see all; call it for each part"
         )
-    groups = [layer.group for layer in layers if layer.sequence_parallel and layer.world_size > 1]
+    groups = [layer.group for layer in own if layer.world_size > 1]
     if not groups:
         return
     if any(group != groups[0] for group in groups):
-        raise ValueError("module: its sequence-parallel layers must have one group; call it for each part that has one")
+        raise ValueError(
+            "module: its sequence-parallel layers and MoE must have one group; call it for each part that has one"
+        )
     grads: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in module.parameters():
         if parameter.grad is not None and id(parameter) not in split:
