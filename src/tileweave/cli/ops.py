@@ -64,13 +64,37 @@ def _turned(operands: Operands) -> tuple[list[torch.Tensor], list[torch.Tensor]]
     return [a for a, _ in operands], [b for _, b in operands]
 
 
-def _collective(name: str, **fixed: Any) -> Callable[[Operands, list[torch.Tensor] | None], list[torch.Tensor]]:
-    return lambda operands, biases: collective(name, [x for (x,) in operands], **fixed)
-
-
 ROWS, COLUMNS, DEPTH = "each rank {} m / ranks rows", "each rank {} n / ranks columns", "each rank holds k / ranks {}"
 RAGGED = "sizes that no tile divides"
 MATMUL = {"m": 512, "n": 512, "k": 2048}
+
+
+def _collective(
+    name: str,
+    shared: Mapping[str, tuple[str, int]],
+    shapes: Callable[[Sizes], tuple[list[Shape], Shape]],
+    within: str,
+    more: tuple[str, str],
+    **fixed: Any,
+) -> Op:
+    """A collective of one tensor; what is moved keeps its bits, sums are rounded."""
+    sums = name in ("reduce_scatter", "all_reduce")
+    return Op(
+        sizes={"m": 512, "n": 512},
+        shared=shared,
+        shapes=shapes,
+        options=("deterministic",) if sums else (),
+        truth=lambda operands, biases: collective(name, [x for (x,) in operands], **fixed),
+        limit=tolerance if sums else lambda dtype, ranks, deterministic: 0.0,
+        alone="a copy",
+        within=f"{within} by torch",
+        between=f"the process group's {name.replace('_', '-')}",
+        more=(more,),
+        fixed=fixed,
+    )
+
+
+ODD = "rows of an odd number of elements"
 OPS: dict[str, Op] = {
     "matmul_reduce_scatter": Op(
         sizes=MATMUL,
@@ -119,53 +143,34 @@ OPS: dict[str, Op] = {
             ("--ranks 3 --shape m=300,n=200,k=960", RAGGED),
         ),
     ),
-    "all_gather": Op(
-        sizes={"m": 512, "n": 512},
-        shared={"m": (ROWS.format("holds"), 16)},
-        shapes=lambda s: ([(s["m"], s["n"])], (s["m"] * s["ranks"], s["n"])),
-        options=(),
-        truth=_collective("all_gather"),
-        limit=lambda dtype, ranks, deterministic: 0.0,
-        alone="a copy",
-        within="the tensors of the {} ranks put together by torch",
-        between="the process group's all-gather",
-        more=(("--ranks 3 --shape m=30,n=7", "rows of an odd number of elements"),),
+    "all_gather": _collective(
+        "all_gather",
+        {"m": (ROWS.format("holds"), 16)},
+        lambda s: ([(s["m"], s["n"])], (s["m"] * s["ranks"], s["n"])),
+        "the tensors of the {} ranks put together",
+        ("--ranks 3 --shape m=30,n=7", ODD),
     ),
-    "reduce_scatter": Op(
-        sizes={"m": 512, "n": 512},
-        shared={"m": (ROWS.format("gets"), 16)},
-        shapes=lambda s: ([(s["m"] * s["ranks"], s["n"])], (s["m"], s["n"])),
-        options=("deterministic",),
-        truth=_collective("reduce_scatter"),
-        limit=tolerance,
-        alone="a copy",
-        within="a sum over the {} ranks by torch",
-        between="the process group's reduce-scatter",
-        more=(("--ranks 3 --shape m=30,n=7", "rows of an odd number of elements"),),
+    "reduce_scatter": _collective(
+        "reduce_scatter",
+        {"m": (ROWS.format("gets"), 16)},
+        lambda s: ([(s["m"] * s["ranks"], s["n"])], (s["m"], s["n"])),
+        "a sum over the {} ranks",
+        ("--ranks 3 --shape m=30,n=7", ODD),
     ),
-    "all_reduce": Op(
-        sizes={"m": 512, "n": 512},
-        shared={},
-        shapes=lambda s: ([(s["m"], s["n"])], (s["m"], s["n"])),
-        options=("deterministic",),
-        truth=_collective("all_reduce"),
-        limit=tolerance,
-        alone="a copy",
-        within="a sum over the {} ranks by torch",
-        between="the process group's all-reduce",
-        more=(("--ranks 3 --shape m=1,n=77", "little to send: every rank sums all"),),
+    "all_reduce": _collective(
+        "all_reduce",
+        {},
+        lambda s: ([(s["m"], s["n"])], (s["m"], s["n"])),
+        "a sum over the {} ranks",
+        ("--ranks 3 --shape m=1,n=77", "little to send: every rank sums all"),
     ),
-    "all_to_all": Op(
-        sizes={"m": 512, "n": 512},
-        shared={"m": (ROWS.format("holds"), 16), "n": (COLUMNS.format("gets"), 16)},
-        shapes=lambda s: ([(s["m"], s["n"] * s["ranks"])], (s["m"] * s["ranks"], s["n"])),
-        options=(),
-        truth=_collective("all_to_all", split_dim=1, concat_dim=0),
-        limit=lambda dtype, ranks, deterministic: 0.0,
-        alone="a copy",
-        within="the tensors of the {} ranks cut and put together by torch",
-        between="the process group's all-to-all",
-        more=(("--ranks 3 --shape m=30,n=21", "rows of an odd number of elements"),),
-        fixed={"split_dim": 1, "concat_dim": 0},
+    "all_to_all": _collective(
+        "all_to_all",
+        {"m": (ROWS.format("holds"), 16), "n": (COLUMNS.format("gets"), 16)},
+        lambda s: ([(s["m"], s["n"] * s["ranks"])], (s["m"] * s["ranks"], s["n"])),
+        "the tensors of the {} ranks cut and put together",
+        ("--ranks 3 --shape m=30,n=21", ODD),
+        split_dim=1,
+        concat_dim=0,
     ),
 }
