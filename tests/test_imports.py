@@ -48,7 +48,7 @@ def imported(path: Path) -> set[str]:
 def allowed(path: Path) -> set[str]:
     """The rooms that a file may import from, its own included unless it is an op's device code."""
     parts = path.relative_to(SOURCE).parts
-    if parts[0] == "ops" and parts[-1] == "kernel.py":
+    if parts[0] == "ops" and parts[-1].endswith("kernel.py"):
         return DEVICE_CODE
     room = parts[0] if len(parts) > 1 else FACE
     return ROOMS[room] | {room} | FILES.get(str(path.relative_to(SOURCE)), set())

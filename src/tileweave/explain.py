@@ -19,6 +19,7 @@ ROUTES: dict[str, Callable[..., Route]] = {
     "matmul_all_reduce": _matmul_all_reduce.route,
     "matmul_reduce_scatter": _matmul_reduce_scatter.route,
     "moe_dispatch_matmul": _moe.explain_dispatch,
+    "moe_matmul_combine": _moe.explain_combine,
     "ring_attention": _ring_attention.route,
     "ulysses_attention": _ulysses_attention.route,
     **_collectives.ROUTES,

@@ -138,3 +138,36 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
         "of many rows"
     )
     return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)
+
+
+def uncombinable(world: int, n: int, k: int) -> str | None:
+    """Why no kernel of ours can multiply rows [k] by matrices [k, n] and send the products back; None if one can."""
+    if world == 1:
+        return "a world of one has nobody to send to"
+    for name, size in (("H", n), ("I", k)):
+        if size % 8 or size == 0:
+            return f"{name} = {size} is no multiple of 8, so rows are not 16-byte aligned as TMA needs"
+    return None
+
+
+def unsupported_combine(plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` can run no grouped matmul + combine, naming the legal values; None if it can."""
+    if plan.mechanism != "register" or plan.schedule != "intra_sm":
+        return (
+            f"plan.mechanism={plan.mechanism!r}, plan.schedule={plan.schedule!r}: moe_matmul_combine has 'register' "
+            "and 'intra_sm'"
+        )
+    if plan.split != 1 or plan.comm_sms != 0:
+        return f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: moe_matmul_combine has 1 and 0"
+    return core.untileable(plan, 2, hardware)
+
+
+def combine_plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
+    """The plan of a grouped matmul whose rows go home: that of the matmul alone."""
+    chosen = cheapest(problem, hardware)[1]
+    reason = (
+        "rows of a tile belong to several ranks, so the CTA that made it sends them row by row (intra-SM, stores from "
+        f"registers), and each rank sums its tokens' rows behind its tiles; tiles of {chosen.tile[0]} x "
+        f"{chosen.tile[1]} on {problem.sms} SMs are the cheapest"
+    )
+    return replace(chosen, mechanism="register", reason=reason)

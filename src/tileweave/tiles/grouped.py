@@ -4,6 +4,9 @@ A table of row tiles says for each its expert, its first row and the end of the 
 expert's last tile may be ragged: its operand has rows of the next expert, which are multiplied in vain, and its result
 must not touch them. A part that is all the expert's goes by TMA, one that ends within it by masked stores from registers,
 one beyond it nowhere; a multiplier all of whose rows are beyond it leaves its K steps out (`within`).
+
+A kernel whose rows lie in its operand `matmul.a_desc` takes LOCATE, LOAD and WITHIN from here: its `work` has, besides, `w`
+(descriptor of the matrices), `offsets`, `table`, `rows`, `n` and GROUP.
 """
 
 from tileweave import lang as gl
@@ -39,6 +42,35 @@ def load_matrix(mm, w, at, bar, expert, col, k):
         gl.tma_load(w, [expert, col, k], bar, buf)
     else:
         gl.tma_load(w, [expert, k, col], bar, buf)
+
+
+@gl.jit
+def locate_rows(work, t):
+    """LOCATE: the t-th tile's expert, its row in the operand and in the result, its column."""
+    i, j = row_tile(t, work.matmul.tiles, gl.cdiv(work.n, work.matmul.BN), work.GROUP)
+    entry = entry_of(work.table, i)
+    row = gl.load(entry + 1)
+    return gl.load(entry), row, row, j * work.matmul.BN
+
+
+@gl.jit
+def load_rows(work, at, bar, expert, row, col, step, epoch, there):
+    """LOAD: a K step."""
+    mm = work.matmul
+    gl.tma_load(mm.a_desc, [row, step * mm.BK], bar, mm.a_bufs.index(at.slot))
+    load_matrix(mm, work.w, at, bar, expert, col, step * mm.BK)
+
+
+@gl.jit
+def within_expert(work, expert, row, steps):
+    """WITHIN: how many K steps a multiplier's rows take, none if all of them are beyond the expert's."""
+    return gl.where(row < end_of(work.offsets, expert, work.rows), steps, 0)
+
+
+@gl.jit
+def as_product(work, part, at, HALF: gl.constexpr, expert, row, col, LAYOUT: gl.constexpr):
+    """EPILOGUE: the product as it is."""
+    return part, at
 
 
 @gl.jit

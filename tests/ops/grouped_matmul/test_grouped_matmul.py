@@ -152,12 +152,12 @@ MUTANTS = {  # an edit, and what it must lead to: R race, D deadlock, P protocol
     "no ragged part": (GROUPED, [("    elif row < end:\n", "    elif row < 0:\n")], "W"),
     "a row too many": (GROUPED, [("mask=(rows < end)[:, None]", "mask=(rows <= end)[:, None]")], "RWP"),
     "columns beyond the result": (GROUPED, [(" & (cols < n)[None, :])", ")")], "RWP"),
-    "tiles of the next expert": (KERNEL, [("return gl.load(entry), row, row", "return gl.load(entry) + 1, row, row")], "WP"),
-    "a multiplier leaves too much out": (KERNEL, [("gl.where(row < end_of(", "gl.where(row + 8 < end_of(")], "W"),
+    "tiles of the next expert": (GROUPED, [("return gl.load(entry), row, row", "return gl.load(entry) + 1, row, row")], "WP"),
+    "a multiplier leaves too much out": (GROUPED, [("gl.where(row < end_of(", "gl.where(row + 8 < end_of(")], "W"),
     "a table that ends early": (KERNEL, [("gl.minimum(before + tiles, limit))", "gl.minimum(before, limit))")], "W"),
     "tiles of empty experts": (KERNEL, [("gl.cdiv(gl.maximum(end - start, 0), BM)\n    return", "gl.cdiv(gl.maximum(end - start, 1), BM)\n    return")], "WRP"),
     "rows beyond left as they were": (KERNEL, [("    zero_rows(out, gl.maximum", "    zero_rows(out, rows + gl.maximum")], "W"),
-    "a multiplier leaves nothing out": (KERNEL, [("return gl.where(row < end_of(work.offsets, expert, work.rows), steps, 0)", "return steps")], None),
+    "a multiplier leaves nothing out": (GROUPED, [("return gl.where(row < end_of(work.offsets, expert, work.rows), steps, 0)", "return steps")], None),
 }  # fmt: skip
 
 

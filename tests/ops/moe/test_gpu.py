@@ -6,13 +6,14 @@ import torch
 import tileweave as tw
 from tests.fabric.test_virtual import capture
 from tests.ops.moe.problems import assert_right, problem, run, there_and_back, truth
+from tests.ops.moe.test_combine import back
+from tests.ops.moe.test_combine import plan as back_plan
 from tests.ops.moe.test_dispatch import plan
 from tests.ops.moe.test_moe import gradients, true_gradients
 from tileweave import FabricTimeout
 from tileweave.fabric import fabric_of
 
 pytestmark = pytest.mark.gpu
-NAME = "moe_dispatch_matmul"
 
 
 @pytest.mark.parametrize("routing", ["random", "skewed", "one", "empty", "same"])
@@ -36,6 +37,21 @@ def test_tiles_and_communicators(tile, stages, comm_sms):
         for _ in range(3):
             results = run(world, p, second=False, plan=plan(tile, stages, comm_sms))
             assert_right([out for out, *_ in results], truth(p, second=False))
+
+
+@pytest.mark.parametrize(
+    "tile, stages", [((128, 256, 64), 4), ((64, 256, 64), 5), ((64, 64, 64), 10), ((256, 128, 64), 4)]
+)
+def test_tiles_of_the_way_back(tile, stages):
+    p = problem([200, 333], 12, 4, 2056, 264, device="cuda")
+    goal = truth(p, gated=False)
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
+        chosen, first = back_plan(tile, stages), None
+        for _ in range(3):
+            outs = world.run(lambda rank, group: back(p, rank, group, chosen))
+            assert_right(outs, goal)
+            first = first or outs
+            assert all(torch.equal(*pair) for pair in zip(outs, first, strict=True))
 
 
 def test_512_experts_and_many_tokens():
@@ -95,12 +111,13 @@ def test_replays_with_new_routing():
         assert_right(outs, truth(problems[3 * i % len(problems)]))
 
 
-def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
-    """Rank 1 has fallen a call behind for good: its peers wait for tokens that never come."""
+@pytest.mark.parametrize("name", ["moe_dispatch_matmul", "moe_matmul_combine"])
+def test_an_absent_rank_gives_a_timeout_and_the_world_works_again(name):
+    """Rank 1 has fallen a call behind for good: its peers wait for rows that never come."""
     p = problem([90, 80, 70], 9, 3, 136, 72, device="cuda")
     with tw.virtual_world(3, device="cuda", timeout=1.0) as world:
         run(world, p)
-        world.workspace.ops[NAME].state[1, 0] -= 1
-        with pytest.raises(FabricTimeout, match=rf"{NAME}: rank \d waited"):
+        world.workspace.ops[name].state[1, 0] -= 1
+        with pytest.raises(FabricTimeout, match=rf"{name}: rank \d waited"):
             run(world, p)
         assert_right([out for out, *_ in run(world, p)], truth(p))

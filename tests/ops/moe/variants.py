@@ -7,3 +7,10 @@ VARIANTS = {  # dtype, world, products, whether w is stored [E, I, H], tile and 
     "tall": ("bfloat16", 8, 1, True, ((256, 128, 64), 4)),
     "one multiplier": ("bfloat16", 3, 1, False, ((64, 256, 64), 5)),
 }
+
+COMBINE_VARIANTS = {  # dtype, world, whether rows have weights, whether w is stored [E, H, I], tile and stages or None
+    "combine, planned": ("bfloat16", 8, True, False, None),
+    "combine, w transposed": ("float16", 4, False, True, ((128, 256, 64), 4)),
+    "combine, tall": ("bfloat16", 2, True, True, ((256, 128, 64), 4)),
+    "combine, one multiplier": ("bfloat16", 3, True, False, ((64, 256, 64), 5)),
+}

@@ -11,7 +11,7 @@ There is nobody to wait for, so there are no flags; barriers are the template's.
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.grouped import end_of, entry_of, load_matrix, row_tile, store_part
+from tileweave.tiles.grouped import as_product, end_of, entry_of, load_rows, locate_rows, store_part, within_expert
 from tileweave.tiles.matmul import (
     Matmul,
     make_matmul,
@@ -108,35 +108,6 @@ def grouped_tiles_kernel(
 
 
 @gl.jit
-def locate(work, t):
-    """The t-th tile: its expert, its row in x and in the result, its column."""
-    i, j = row_tile(t, work.matmul.tiles, gl.cdiv(work.n, work.matmul.BN), work.GROUP)
-    entry = entry_of(work.table, i)
-    row = gl.load(entry + 1)
-    return gl.load(entry), row, row, j * work.matmul.BN
-
-
-@gl.jit
-def load(work, at, bar, expert, row, col, step, epoch, there):
-    """Loader: a K step."""
-    mm = work.matmul
-    gl.tma_load(mm.a_desc, [row, step * mm.BK], bar, mm.a_bufs.index(at.slot))
-    load_matrix(mm, work.w, at, bar, expert, col, step * mm.BK)
-
-
-@gl.jit
-def within(work, expert, row, steps):
-    """Multiplier: how many K steps its rows take, none if all of them are beyond the expert's."""
-    return gl.where(row < end_of(work.offsets, expert, work.rows), steps, 0)
-
-
-@gl.jit
-def epilogue(work, part, at, HALF: gl.constexpr, expert, row, col, LAYOUT: gl.constexpr):
-    """Multiplier: the product as it is."""
-    return part, at
-
-
-@gl.jit
 def store(work, expert, row, col, buf, epoch, met):
     """Storer: what of a part is the expert's."""
     end = end_of(work.offsets, expert, work.rows)
@@ -161,6 +132,6 @@ def grouped_matmul_kernel(
     )  # fmt: skip
     work = Work(mm, w_desc, out_desc, out, offsets, table, rows, n, GROUP)
     run_matmul(
-        work, locate, nothing_before_load, load, nobody_to_meet, nothing_more, epilogue, store, nobody_to_tell,
-        no_communicator, 64, within,
+        work, locate_rows, nothing_before_load, load_rows, nobody_to_meet, nothing_more, as_product, store,
+        nobody_to_tell, no_communicator, 64, within_expert,
     )  # fmt: skip

@@ -12,14 +12,19 @@ from tileweave.ops.route import Route
 from tileweave.planner import H200, Plan
 from tileweave.planner.moe import (
     DispatchProblem,
+    GroupedProblem,
+    combine_plan_for,
     dispatch_plan_for,
     most_row_tiles,
     placers_of,
+    uncombinable,
     unfusable,
+    unsupported_combine,
     unsupported_dispatch,
 )
 
 NAME = "moe_dispatch_matmul"
+COMBINE = "moe_matmul_combine"
 ACTIVATIONS = (None, "silu")
 LARGEST = 1 << 29  # rows of a rank: slots and rows are counted in 32 bits
 
@@ -126,6 +131,35 @@ def check_rows(name: str, what: str, y: Any, route: Any, world: int) -> None:
         )
     if route.token_slot.shape[1] != world:
         raise ValueError(f"{name}: route is of a group of {route.token_slot.shape[1]} ranks, this one has {world}")
+
+
+def check_combine(h: Any, w: Any, route: Any, world: int, plan: Any) -> None:
+    """TypeError or ValueError unless `h` has the rows of a route and `w` a matrix of each of its experts."""
+    check_rows(COMBINE, "h", h, route, world)
+    if not isinstance(w, torch.Tensor):
+        raise TypeError(f"{COMBINE}: w must be a torch.Tensor, got {type(w).__name__}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{COMBINE}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+    experts = route.offsets.shape[0]
+    if w.dim() != 3 or tuple(w.shape[:2]) != (experts, h.shape[1]) or w.dtype != h.dtype or w.device != h.device:
+        raise ValueError(
+            f"{COMBINE}: w must be [{experts}, {h.shape[1]}, H] of {h.dtype} on {h.device}, got {list(w.shape)} of "
+            f"{w.dtype} on {w.device}"
+        )
+
+
+def choose_combine(fabric: Fabric, h: Any, w: Any, plan: Plan | None) -> Route:
+    """The path of a matmul + combine, the same on all ranks; ValueError if it cannot follow the plan."""
+    if plan is not None and (why := unsupported_combine(plan)):
+        raise ValueError(f"{COMBINE}: {why}")
+    refusal = fabric.refusal() or uncombinable(fabric.world_size, w.shape[2], w.shape[1])
+    if refusal is None and h.device.type != fabric.device.type:
+        refusal = f"h is on {h.device}, the ranks of this world are on {fabric.device}"
+    if refusal:
+        return Route(COMBINE, fabric.backend, False, f"{refusal}: grouped_matmul, then rows by the group's all-to-all")
+    problem = GroupedProblem(h.shape[0], w.shape[0], w.shape[2], w.shape[1], fabric.sms or H200.sms)
+    plan = plan or combine_plan_for(problem)
+    return Route(COMBINE, fabric.backend, True, plan.reason, plan)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -22,7 +22,7 @@ A wait that times out makes the loader load from beyond the slot, which TMA fill
 
 from tileweave import lang as gl
 from tileweave.tiles.communicator import finish_all
-from tileweave.tiles.grouped import end_of, entry_of, load_matrix, row_tile, store_part
+from tileweave.tiles.grouped import as_product, end_of, entry_of, load_matrix, row_tile, store_part
 from tileweave.tiles.matmul import (
     Matmul,
     first_unit,
@@ -170,12 +170,6 @@ def load(work, at, bar, owner, a_row, col, step, epoch, there):
 def within(work, owner, row, steps):
     """Multiplier: how many K steps its rows take, none if all of them are beyond the expert's."""
     return gl.where(row < end_of(work.offsets, owner % EXPERTS, work.rows), steps, 0)
-
-
-@gl.jit
-def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
-    """Multiplier: the product as it is."""
-    return part, at
 
 
 @gl.jit
@@ -342,7 +336,7 @@ def moe_dispatch_matmul_kernel(
     )  # fmt: skip
     if first_unit(mm) < tiles:
         run_matmul(
-            work, locate, before_load, load, nobody_to_meet, nothing_more, epilogue, store, nobody_to_tell, communicate, 64,
+            work, locate, before_load, load, nobody_to_meet, nothing_more, as_product, store, nobody_to_tell, communicate, 64,
             within,
         )  # fmt: skip
     else:  # without a tile a storer would not know that the other roles have read the epoch

@@ -130,7 +130,7 @@ def fused(
     table = torch.empty(1 + limit, ENTRY.value, dtype=torch.int32, device=x.device)
     for target in targets:
         tiling = route.offsets, table, target, rows, n, limit, experts, bm
-        variant = variant_of(fabric, x, tiling[-2:])
+        variant = variant_of(fabric, NAME, x, tiling[-2:])
         fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=variant)
     box, part = ((bn, bk) if b_t else (bk, bn)), (part_rows(plan.tile), PART_BYTES // x.element_size())
     lists, placers = lists_of(route, sends, bm), placers_of(plan)
@@ -144,14 +144,15 @@ def fused(
         most, n, k, world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, x.element_size()),
         GROUP_ROWS, b_t, len(ws), senders, placers, FLAGS // (world + 1),
     )  # fmt: skip
-    variant = variant_of(fabric, x, args[-13:])
+    variant = variant_of(fabric, NAME, x, args[-13:])
     fabric.launch(moe_dispatch_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=variant)
     return outs
 
 
-def variant_of(fabric: Fabric, x: torch.Tensor, constants: tuple) -> Variant:
-    """What remembers the compiled kernel of calls with these constants; all tensors of a call are 16-byte aligned."""
-    views = fabric.views(NAME)
+def variant_of(fabric: Fabric, name: str, x: torch.Tensor, constants: tuple) -> Variant:
+    """What remembers the compiled kernel of calls of an op with these constants; all tensors of a call are 16-byte
+    aligned."""
+    views = fabric.views(name)
     return Variant() if views is None else views.setdefault((x.dtype, constants), Variant())
 
 

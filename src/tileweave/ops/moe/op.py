@@ -5,7 +5,16 @@ import torch
 from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.contract import operand_dtype
 from tileweave.ops.grouped_matmul import grouped_matmul
-from tileweave.ops.moe.check import NAME, check_dispatch, check_rows, choose, too_many_rows
+from tileweave.ops.moe.check import (
+    NAME,
+    check_combine,
+    check_dispatch,
+    check_rows,
+    choose,
+    choose_combine,
+    too_many_rows,
+)
+from tileweave.ops.moe.combine_operator import OPERATOR as COMBINE_OPERATOR
 from tileweave.ops.moe.launch import products
 from tileweave.ops.moe.routing import TokenRoute, make_route
 from tileweave.ops.moe.unfused import combine, dispatch
@@ -107,19 +116,47 @@ def moe_combine(y: torch.Tensor, route: TokenRoute, group=None) -> torch.Tensor:
 def moe_matmul_combine(
     h: torch.Tensor, w: torch.Tensor, route: TokenRoute, group=None, *, plan: Plan | None = None
 ) -> torch.Tensor:
-    """The experts' second matmul and the way back: `moe_combine(grouped_matmul(h, w, route.offsets), route)`.
+    """The experts' second matmul and the way back, in one kernel: rows leave for their tokens' ranks as tiles end.
 
     Args:
-        h: `[R, I]`, a row for each row of the dispatch.
-        w: `[E_local, I, H]`, as `grouped_matmul` takes it.
-        route, group: as in `moe_combine`. plan: of the grouped matmul.
+        h: `[R, I]`, bfloat16 or float16: a row for each row of the dispatch. Rows behind the last are not looked at.
+        w: `[E_local, I, H]`, dtype and device of h, this rank's experts, as `grouped_matmul` takes them.
+        route, group: as in `moe_combine`.
+        plan: a `Plan` to use instead of the planner's: tile and stages. It may differ between ranks.
 
     Returns:
-        `[T, H]`.
+        `[T, H]` of h's dtype, on the current stream: `moe_combine(grouped_matmul(h, w, route.offsets), route)`,
+        but each row is rounded once and sent by itself, and a token's rows are summed in float32 in the order of its
+        choices: the result depends on no timing.
+
+    Under torch.autocast h and w are cast. Gradients of h, w and of topk_weight exist; collective, as the backward pass.
+    Where the kernel cannot run (`tileweave.explain` says why), the two ops above follow each other.
+
+    Raises:
+        ValueError, TypeError: the arguments break the rules above; nothing has been launched.
     """
+    group, h, w = _way_back(h, w, route, group)
+    check_combine(h, w, route, fabric_of(group, getattr(h, "device", None)).world_size, plan)
+    text = "" if plan is None else plan.to_json()
+    return COMBINE_OPERATOR(
+        h, w, route.row_weight, route.offsets, route.row_slot, route.row_home, route.token_slot, route.home,
+        route.slots, route.homes, group_name(group), text,
+    )  # fmt: skip
+
+
+def _way_back(h, w, route, group):
+    """The group of a route unless one is given, and operands as they reach the operator."""
     group = group if group is not None or not isinstance(route, TokenRoute) else route.group
-    check_rows("moe_matmul_combine", "h", h, route, fabric_of(group, getattr(h, "device", None)).world_size)
-    return combine(grouped_matmul(h, w, route.offsets, plan=plan), route, group_name(group))
+    h, w = (each.to(operand_dtype(each)) if isinstance(each, torch.Tensor) else each for each in (h, w))
+    return group, h, w
+
+
+def explain_combine(h, w, route, group=None, *, plan=None) -> Route:
+    """What `moe_matmul_combine` would do with these arguments; launches nothing, raises what it would raise."""
+    group, h, w = _way_back(h, w, route, group)
+    fabric = fabric_of(group, getattr(h, "device", None))
+    check_combine(h, w, route, fabric.world_size, plan)
+    return choose_combine(fabric, h, w, plan)
 
 
 def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity=None, activation=None, w_gate=None,

@@ -4,6 +4,9 @@ Rank d has consecutive experts; its rows are sorted by expert, then by the rank 
 token and choice. A token that several experts of d want is sent to it once: into a *slot* of its source, in the order
 in which d's experts need them. Each row names the slot that it is made of. Two exchanges make that known: how many rows
 each rank has for each expert, then which slot each row is made of.
+
+For the way back a rank has a *home* for every row of its own tokens, wherever it is: in the order of experts, then of
+tokens and choices. The rows of one expert and one source follow each other in both orders, so counts are all it takes.
 """
 
 from dataclasses import dataclass
@@ -22,22 +25,32 @@ class TokenRoute:
 
     offsets     int32 [E_local]: the end of each of this rank's experts' rows in y
     row_slot    int32 [R]: what a row of y is made of, source * slots + slot; -1 behind the last row
+    row_home    int32 [R]: the home of a row of y at its source; 0 behind the last row
     row_weight  float32 [R] or None: what a row is multiplied with on the way back; carries topk_weight's gradient
     token_slot  int32 [T, world]: the slot that an own token was sent to at each rank; -1: not sent there
     place       int32 [T, k]: the row of each own choice at its expert's rank; -1: dropped
+    home        int32 [T, k]: the home of each own choice's row; -1: dropped
     dropped     int32 []: how many own choices of an expert were dropped because their row was beyond `capacity`
-    tokens, slots: T, and how many slots each source has at each rank; group: that of the dispatch
+    slots, homes: how many slots each source has at each rank, and how many homes a rank has
+    group: that of the dispatch
     """
 
     offsets: torch.Tensor
     row_slot: torch.Tensor
+    row_home: torch.Tensor
     row_weight: torch.Tensor | None
     token_slot: torch.Tensor
     place: torch.Tensor
+    home: torch.Tensor
     dropped: torch.Tensor
-    tokens: int
     slots: int
+    homes: int
     group: object
+
+    @property
+    def tokens(self) -> int:
+        """T, this rank's tokens."""
+        return self.token_slot.shape[0]
 
 
 class Sends(NamedTuple):
@@ -94,20 +107,27 @@ def make_route(
     wanted = _first_rows(torch.where(valid, 0, FAR), owner, tokens, world) < FAR
     told = torch.cat([counts, wanted.sum(0)]).int()
     every = torch.ops.tileweave.all_gather.default(told, name, 0).view(world, -1).long()
-    totals = every[:, : experts.total].sum(0)
+    counts_of = every[:, : experts.total]
+    totals = counts_of.sum(0)
     start, end = _places(totals, experts)
     if capacity is None:
         last = torch.stack([end[experts.of(rank)[1] - 1] for rank in range(world)])
-        numbers = torch.cat([last, every[:, experts.total :].amax().reshape(1)]).tolist()
-        rows, most, slots = numbers[fabric.rank], max(*numbers[:-1], 1), max(numbers[-1], 1)
+        most_sent = torch.stack([every[:, experts.total :].amax(), counts_of.sum(1).amax()])
+        numbers = torch.cat([last, most_sent]).tolist()
+        rows, most = numbers[fabric.rank], max(*numbers[:world], 1)
+        slots, homes = (max(number, 1) for number in numbers[world:])
     else:
         rows, most, slots = capacity, capacity, min(capacity, max_tokens or capacity)
+        homes = min(world * capacity, k * max_tokens) if max_tokens else world * capacity
         if world * slots >= 1 << 31:
             raise ValueError(
                 f"moe_dispatch_matmul: {world} ranks with {slots} slots each, by capacity and max_tokens, are more "
                 f"than can be numbered in 32 bits; {((1 << 31) - 1) // world} slots would do"
             )
-    place = (start + every[: fabric.rank, : experts.total].sum(0))[known] + ahead
+    run = start + counts_of.cumsum(0) - counts_of  # the first row that each source has of each expert
+    kept_of = torch.minimum((most - run).clamp(min=0), counts_of)
+    home_run = kept_of.cumsum(1) - kept_of
+    place = run[fabric.rank][known] + ahead
     kept = valid & (place < most)
     apart = _places(totals, experts, align)[0] - start
     sends = Sends(_first_rows(torch.where(kept, place + apart[known], FAR), owner, tokens, world), most)
@@ -115,15 +135,19 @@ def make_route(
     at = torch.where(kept, owner * most + place, world * most)
     slot = token_slot[torch.arange(tokens, device=at.device).repeat_interleave(k), owner]
     first, behind = experts.of(fabric.rank)
+    offsets = end[first:behind].clamp(max=rows).int()
+    row_slot = _row_slots(name, world, at, slot, most, slots)[:rows]
     route = TokenRoute(
-        end[first:behind].clamp(max=rows).int(),
-        _row_slots(name, world, at, slot, most, slots)[:rows],
+        offsets,
+        row_slot,
+        _row_homes((home_run - run)[:, first:behind], offsets, row_slot, slots),
         None if topk_weight is None else _row_weights(name, world, at, topk_weight, most)[:rows],
         token_slot,
         torch.where(kept, place, -1).view(tokens, k).int(),
+        torch.where(kept, home_run[fabric.rank][known] + ahead, -1).view(tokens, k).int(),
         (valid & ~kept).sum().int(),
-        tokens,
         slots,
+        homes,
         group,
     )
     return route, sends
@@ -170,6 +194,14 @@ def _row_slots(name: str, world: int, at: torch.Tensor, slot: torch.Tensor, most
     got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0).view(world, most)
     sources = slots * torch.arange(world, dtype=torch.int32, device=at.device)[:, None]
     return torch.where(got >= 0, got + sources, -1).amax(0)
+
+
+def _row_homes(apart: torch.Tensor, offsets: torch.Tensor, row_slot: torch.Tensor, slots: int) -> torch.Tensor:
+    """int32 [R]: the home of each row of this rank; `apart` [world, E_local] is how far from their rows those of each
+    source and expert are."""
+    rows = torch.arange(row_slot.shape[0], device=row_slot.device)
+    expert = torch.bucketize(rows, offsets.long(), right=True).clamp(max=offsets.shape[0] - 1)
+    return torch.where(row_slot >= 0, rows + apart[row_slot.clamp(min=0).long() // slots, expert], 0).int()
 
 
 def _row_weights(name: str, world: int, at: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:

@@ -1,0 +1,90 @@
+"""moe_matmul_combine as an operator of PyTorch: schema, implementation, shape function, gradients.
+
+    tileweave::moe_matmul_combine(Tensor h, Tensor w, Tensor? row_weight, Tensor offsets, Tensor row_slot,
+                                  Tensor row_home, Tensor token_slot, Tensor home, int slots, int homes,
+                                  str group_name, str plan) -> Tensor
+
+What is between w and group_name are the fields of a `TokenRoute`; `plan` is a Plan as JSON, or "" for the planner's.
+With G [T, H] the gradient of the result, brought to rows [R, H] as the dispatch brings tokens, p the rows' weights and
+D = grouped_matmul(G, w^T, offsets),
+
+    grad h = p D        grad p = the sums of the rows of D h        grad w = grouped_outer(p h, G, offsets)
+
+so a backward pass is a collective too, and the products are not computed again.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from tileweave.fabric import named_fabric
+from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.moe.check import COMBINE, choose_combine
+from tileweave.ops.moe.combine_launch import fused
+from tileweave.ops.moe.routing import TokenRoute
+from tileweave.ops.moe.unfused import combine, dispatch
+from tileweave.planner import Plan
+
+LIBRARY.define(
+    f"{COMBINE}(Tensor h, Tensor w, Tensor? row_weight, Tensor offsets, Tensor row_slot, Tensor row_home, "
+    "Tensor token_slot, Tensor home, int slots, int homes, str group_name, str plan) -> Tensor",
+    tags=TAGS,
+)
+OPERATOR = torch.ops.tileweave.moe_matmul_combine.default
+_plan = lru_cache(Plan.from_json)
+
+
+def _route(row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes) -> TokenRoute:
+    """A route of what the operator has of one."""
+    return TokenRoute(offsets, row_slot, row_home, row_weight, token_slot, home, home, home, slots, homes, None)
+
+
+@torch.library.impl(LIBRARY, COMBINE, "CompositeExplicitAutograd")
+def _run(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes, group_name, plan):
+    """The operator's implementation."""
+    route = _route(row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes)
+    fabric = named_fabric(group_name, h.device)
+    chosen = choose_combine(fabric, h, w, _plan(plan) if plan else None)
+    if fabric.compares:
+        fabric.agree((COMBINE, h.dtype, tuple(w.shape[1:]), slots, homes, row_weight is None, chosen.fused))
+    if chosen.plan is None:
+        rows = torch.ops.tileweave.grouped_matmul.default(h, w, offsets, "")
+        return combine(rows, route, group_name)
+    return fused(fabric, h, w, route, chosen.plan)
+
+
+@torch.library.register_fake(f"tileweave::{COMBINE}", lib=LIBRARY)
+def _fake(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes, group_name, plan):
+    """The result's shape."""
+    return h.new_empty(token_slot.shape[0], w.shape[2])
+
+
+def _remember(ctx, inputs, output) -> None:
+    h, w, row_weight, offsets, row_slot, row_home, token_slot, home, *ctx.numbers, ctx.group_name, _ = inputs
+    needs_h, needs_w, needs_weight, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(
+        h if needs_w or needs_weight else None, w if needs_h or needs_weight else None, row_weight, offsets, row_slot,
+        row_home, token_slot, home,
+    )  # fmt: skip
+
+
+def _backward(ctx, grad):
+    h, w, weight, offsets, row_slot, *others = ctx.saved_tensors
+    needs_h, needs_w, needs_weight, *_ = ctx.needs_input_grad
+    rows = dispatch(grad, _route(weight, offsets, row_slot, *others, *ctx.numbers), ctx.group_name)
+    factor = None if weight is None else weight[:, None]
+    grad_h = grad_w = grad_weight = None
+    if needs_h or needs_weight:
+        grad_h = torch.ops.tileweave.grouped_matmul.default(rows, w.transpose(1, 2), offsets, "")
+    if needs_weight:
+        products = torch.where((row_slot >= 0)[:, None], grad_h.float() * h.float(), 0)
+        grad_weight = products.sum(1)
+    if needs_h and factor is not None:
+        grad_h = (grad_h * factor).to(grad.dtype)
+    if needs_w:
+        left = h if factor is None else (h * factor).to(h.dtype)
+        grad_w = torch.ops.tileweave.grouped_outer.default(left, rows, offsets)
+    return grad_h if needs_h else None, grad_w, grad_weight, *[None] * 9
+
+
+torch.library.register_autograd(f"tileweave::{COMBINE}", _backward, setup_context=_remember, lib=LIBRARY)
