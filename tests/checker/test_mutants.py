@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tileweave.checker import catalogue, tables
+from tileweave.checker import catalogue, reach, tables
 from tileweave.checker.mutants import mutants, planted
+from tileweave.checker.setups import setups
 from tileweave.checker.trial import run_trial
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -34,13 +35,43 @@ def test_a_mutant_is_planted_and_taken_out_again(of_all_gather):
     mutant = next(m for m in found if m.operator == "drop" and "gl.barrier()" in m.source)
     told = catalogue.judge("all_gather", mutant, lines[mutant.file, mutant.line], 2)
     assert told["caught"] == "race" and told["after"] == 1
-    assert run_trial(catalogue.cases("all_gather")[0], 0).finding is None
+    assert run_trial(setups("all_gather")[0], 0).finding is None
 
 
 def test_a_place_that_is_not_there_is_an_error(of_all_gather):
     mutant = of_all_gather[1][0]
     with pytest.raises(LookupError), planted(type(mutant)(**{**vars(mutant), "line": 1})):
-        run_trial(catalogue.cases("all_gather")[0], 0)
+        run_trial(setups("all_gather")[0], 0)
+
+
+def test_every_statement_of_a_kernel_is_reached_and_what_is_not_is_told(monkeypatch):
+    assert reach.unreached(["all_gather", "reduce_scatter"]) == []
+    lines = catalogue.reached("all_gather", 1)
+    left = next(line for line in lines)
+    monkeypatch.setattr(reach, "reached", lambda op, processes: {line: [0] for line in lines if line != left})
+    assert len(reach.unreached(["all_gather"])) == 1
+
+
+def test_a_run_goes_on_from_its_figures(tmp_path):
+    out, options = tmp_path / "figures.json", dict(schedules=1, seed=3)
+    catalogue.run("all_gather", sample=3, out=out, **options)
+    began = json.loads(out.read_text())["mutants"]
+    assert len(began) == 3
+    catalogue.run("all_gather", sample=5, out=out, processes=2, **options)
+    text = out.read_text()
+    figures = json.loads(text)
+    assert len(figures["mutants"]) >= 5 and all(one in figures["mutants"] for one in began)
+    out.write_text(text.replace(figures["device_code"], "another"))
+    catalogue.run("all_gather", sample=1, out=out, **options)
+    assert len(json.loads(out.read_text())["mutants"]) == 1
+
+
+def test_what_comes_of_a_mutant_depends_on_nothing_else(of_all_gather):
+    lines, found = of_all_gather
+    tasks = [(mutant, lines[mutant.file, mutant.line]) for mutant in found[:4]]
+    here = [catalogue.judge("all_gather", *task, 2) for task in tasks]
+    back = [catalogue.judge("all_gather", *task, 2) for task in reversed(tasks)][::-1]
+    assert [{**one, "seconds": 0} for one in here] == [{**one, "seconds": 0} for one in back]
 
 
 @pytest.mark.parametrize("op", ["all_gather", "matmul_reduce_scatter"])

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
-
-import torch
 
 from tileweave.checker.cases import Case
 from tileweave.checker.story import story
 from tileweave.checker.trial import Finding, Outcome, run_orders, run_trial, shortened
+from tileweave.checker.workers import each
 from tileweave.emulator.exhaustive import Exploration
 
 
@@ -125,8 +121,7 @@ def check(
     processes = min(
         processes or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8), len(seeds)
     )
-    outcomes = _here(case, seeds, end) if processes <= 1 else _side_by_side(case, seeds, end, processes)
-    for outcome in outcomes:
+    for outcome in _outcomes(case, seeds, end, max(processes, 1)):
         report.take(outcome)
         report.seconds = time.monotonic() - start
         if progress:
@@ -164,42 +159,13 @@ def _count(counts: dict[str, int], name: str) -> None:
     counts[name] = counts.get(name, 0) + 1
 
 
-def _here(case: Case, seeds: list[int], end: float | None) -> Iterator[Outcome]:
-    for seed in seeds:
-        if end is not None and time.monotonic() >= end:
-            return
-        outcome = run_trial(case, seed)
+def _outcomes(case: Case, seeds: list[int], end: float | None, processes: int) -> Iterator[Outcome]:
+    """Of the seeds in turn, until one finds something or the time is up."""
+    found = False
+
+    def more() -> bool:
+        return not found and (end is None or time.monotonic() < end)
+
+    for outcome in each(partial(run_trial, case), seeds, processes, more):
+        found = found or outcome.finding is not None
         yield outcome
-        if outcome.finding is not None:
-            return
-
-
-def _side_by_side(case: Case, seeds: list[int], end: float | None, processes: int) -> Iterator[Outcome]:
-    """The same in processes of their own, each of which has a few schedules to do at a time."""
-    # A process with other threads cannot be forked safely; a new interpreter takes seconds to import PyTorch.
-    forks = sys.platform == "linux" and threading.active_count() == 1
-    context = multiprocessing.get_context("fork" if forks else "spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_one_thread) as pool:
-        running: set[Future[Outcome]] = set()
-        waiting, over = iter(seeds), False
-        while True:
-            while not over and len(running) < 2 * processes and (end is None or time.monotonic() < end):
-                seed = next(waiting, None)
-                if seed is None:
-                    break
-                running.add(pool.submit(run_trial, case, seed))
-            if not running:
-                return
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                if not future.cancelled():
-                    outcome = future.result()
-                    over = over or outcome.finding is not None
-                    yield outcome
-            over = over or (end is not None and time.monotonic() >= end)
-            if over:
-                running = {future for future in running if not future.cancel()}
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)
