@@ -172,3 +172,44 @@ def test_a_flag_far_ahead_is_one_that_was_left_behind(ahead, reached):
     else:
         with pytest.raises(DeadlockError):
             run()
+
+
+def signals(values, first=0):
+    flags, world = flags_of(1, first), World(1)
+    world.run(lambda r: [world.launch(k.signals, (1,), flags, HEADER + 8, 2, value) for value in values])
+    return flags[0, HEADER + 2].item()
+
+
+@pytest.mark.parametrize(
+    ("first", "values", "last"),
+    [
+        (0, [1, 1, 2, 7], 7),
+        (2**31 - 1, [2**31, 2**31 + 1], 1 - 2**31),  # into the sign, as 32 bits without one
+        (-2, [-1, 0, 1], 1),  # around
+        (-2, [2**32 - 1, 0], 0),
+        (-(2**16), [3], 3),  # some calls leave a flag out: it may be far behind
+        (5, [-(2**31) + 100], -(2**31) + 100),  # half round and more
+    ],
+)
+def test_a_flag_goes_on_and_around(first, values, last):
+    assert signals(values, first) == last
+
+
+@pytest.mark.parametrize(
+    ("first", "values", "what"),
+    [
+        (0, [2, 1], "1 is signalled to a flag that is at 2 already"),
+        (-2, [0, -1], "-1 is signalled to a flag that is at 0 already"),
+        (0, [2**32], "4294967296 does not fit into the 32 bits of a flag"),
+        (0, [-(2**31) - 1], "does not fit"),
+    ],
+)
+def test_a_flag_that_goes_back_or_beyond_its_bits_is_a_protocol_error(first, values, what):
+    with pytest.raises(ProtocolError, match=f"flag overflow: .*({what}).*signal of flag 2 to rank 0 by rank 0 CTA 0"):
+        signals(values, first)
+
+
+def test_a_wait_says_that_its_flag_is_too_far_ahead():
+    out, flags, world = torch.zeros(1, dtype=torch.int32), flags_of(1, first=2**16 + 4), World(1)
+    with pytest.raises(DeadlockError, match="it is 65540, 65537 ahead, which from 65536 on means left behind"):
+        world.run(lambda r: world.launch(k.waits, (1,), r, 1, flags, HEADER + 8, 5, 3, out))

@@ -1,10 +1,10 @@
-"""Launches ahead of the predecessor's end: what is known before and behind `grid_dependency_wait`."""
+"""Launches: ahead of the predecessor's end, larger than there is room for, ahead of a peer's."""
 
 import pytest
 import torch
 
 from tests.emulator.kernels import launches as k
-from tileweave.emulator import RaceError, World
+from tileweave.emulator import DeadlockError, EmulatorError, RaceError, World
 from tileweave.ops.descriptors import describe
 
 SEEDS = range(4)
@@ -113,3 +113,81 @@ def test_partitions_know_what_was_waited_for_by_them_or_before_them(own, first):
         else:
             with pytest.raises(RaceError, match="grid_dependency_wait"):
                 world.run(fn)
+
+
+def spinning(grid, sms, ahead, first, end, tell=1, seed=0):
+    flags, world = torch.zeros(1, 32, dtype=torch.int32), World(1, seed, sms)
+    world.run(lambda rank: world.launch(k.meets_a_cta, (grid,), flags, 32, ahead, first, end, tell))
+
+
+@pytest.mark.parametrize(
+    ("grid", "sms", "ahead", "first", "end"),
+    [
+        (4, 4, 1, 0, 4),  # all are resident
+        (4, None, 1, 0, 4),
+        (5, 1, -1, 1, 5),  # only earlier ones are waited for
+        (3, 2, 2, 0, 1),  # CTA 1 ends, and the one that CTA 0 waits for takes its place
+    ],
+)
+def test_ctas_may_wait_for_those_that_can_start(grid, sms, ahead, first, end):
+    for seed in SEEDS:
+        spinning(grid, sms, ahead, first, end, seed=seed)
+
+
+@pytest.mark.parametrize(("grid", "sms", "ahead", "first", "end"), [(6, 3, 3, 0, 3), (4, 2, 2, 0, 2), (2, 1, 1, 0, 1)])
+def test_a_wait_for_a_cta_that_cannot_start_is_told_as_such(grid, sms, ahead, first, end):
+    for seed in SEEDS:
+        what = rf"not co-resident: ranks \[0\] have room for {sms} CTAs"
+        with pytest.raises(DeadlockError, match=what) as found:
+            spinning(grid, sms, ahead, first, end, seed=seed)
+        assert f"one of the {sms} resident CTAs to end so that CTA {sms} can start" in str(found.value)
+        assert "gl.wait(flags, (me + AHEAD) % n, 1)" in str(found.value)
+
+
+def test_a_deadlock_that_room_would_not_end_is_not_put_down_to_it():
+    with pytest.raises(DeadlockError) as found:
+        spinning(4, 2, 1, 0, 4, tell=0)
+    assert "not co-resident" not in str(found.value) and "so that CTA 2 can start" in str(found.value)
+
+
+def pushing(seed, slots, left_out=0, first=0, mask=1, calls=4, W=3):
+    memory, out, state = torch.zeros(W, slots, W), torch.zeros(calls, W), torch.full((W,), first, dtype=torch.int32)
+    flags, world = torch.full((W, 32), first, dtype=torch.int32), World(W, seed)
+    flags[:, :16] = 0
+
+    def fn(rank):
+        for call in range(calls):
+            args = rank, W, memory, out[call], flags, 32, state, float(call + rank), slots, left_out, mask
+            world.launch(k.pushes, (1,), *args)
+
+    world.run(fn)
+    assert torch.equal(out[:, 0], torch.arange(calls) * W + W * (W - 1) / 2.0)
+
+
+def test_with_two_slots_a_peer_may_write_before_a_rank_has_entered_the_call():
+    for seed in range(12):
+        pushing(seed, slots=2)
+
+
+@pytest.mark.parametrize("first", [2**31 - 3, -3])
+def test_slots_and_flags_by_an_epoch_that_wraps(first):
+    for seed in SEEDS:
+        pushing(seed, slots=2, first=first)
+
+
+def test_a_slot_by_an_epoch_that_does_not_wrap_with_it():
+    with pytest.raises(EmulatorError):
+        for seed in SEEDS:
+            pushing(seed, slots=2, first=2**31 - 3, mask=0)
+
+
+@pytest.mark.parametrize(("slots", "left_out"), [(1, 0), (2, 1)])
+def test_a_write_into_a_peer_that_is_too_far_behind(slots, left_out):
+    """There is one slot; or there are two, but a call does not signal every peer, so one gets three calls behind."""
+    texts = []
+    for seed in range(12):
+        with pytest.raises(RaceError) as found:
+            pushing(seed, slots, left_out)
+        texts.append(str(found.value))
+    told = [text for text in texts if "may not have entered the call that is written for" in text]
+    assert len(told) == len(texts)

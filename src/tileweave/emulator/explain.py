@@ -59,7 +59,7 @@ def missing_order(space: str, x, access, who, why: str) -> str:
         return "barrier() of the partition between the two: different threads of it touch the same element"
     if why == "alias":
         return "fence_proxy_alias between the access through multicast and the one through unicast addresses"
-    return _unordered(space, x, access, who)
+    return _unordered(space, x, access, who) + _not_entered(x, access)
 
 
 def _unordered(space: str, x, access, who) -> str:
@@ -79,6 +79,22 @@ def _unordered(space: str, x, access, who) -> str:
     if told and not x.is_async:
         return "barrier() of the partition between the access by all of its threads and the release by its first one"
     return f"{_chain(x.cta, access.cta)} (or, if the second is meant to come first, the same the other way round)"
+
+
+def _not_entered(x, access) -> str:
+    """What a race between launches of different numbers adds: that a write was done for a call which its rank may not
+    have come to."""
+    writer, other = sorted((x, access), key=lambda side: -side.cta.launch)
+    ahead = writer.cta.launch - other.cta.launch
+    hosts = x.cta.id is None or access.cta.id is None
+    if writer.cta.rank == other.cta.rank or hosts or not ahead or writer.kind.endswith("read"):
+        return ""
+    return (
+        f"; rank {other.cta.rank} may not have entered the call that is written for: what it uses in its launch "
+        f"{other.cta.launch} is written again in launch {writer.cta.launch} of rank {writer.cta.rank}, so slots in "
+        f"turn must be more than {ahead}, or rank {writer.cta.rank} must wait for a signal that rank {other.cta.rank} "
+        "sends when it is done"
+    )
 
 
 def _of_predecessor(x, access) -> bool:

@@ -18,12 +18,25 @@ def _value(word) -> int:
 
 ABORT, RECORD, HEADER_WORDS = (_value(word) for word in (lang.ABORT, lang.RECORD, lang.HEADER_WORDS))
 _WORD_BYTES = 4
+_LEAST, _END = -(1 << 31), 1 << 32  # what 32 bits can say, with a sign or without
 _LEAD = 1 << 16  # a flag that is further ahead of what is waited for has been left behind long ago
 
 
 def _reached(value: int, expected: int) -> bool:
     """Whether a flag has come as far as `expected`, or up to _LEAD beyond."""
-    return (value - expected) % (1 << 32) < _LEAD
+    return (value - expected) % _END < _LEAD
+
+
+def _refuse(old: int, value: int, place: Place) -> None:
+    """Raise ProtocolError for a signal of a value that no monotonic 32-bit counter takes."""
+    if _LEAST <= value < _END:
+        raise ProtocolError(
+            f"flag overflow: {value} is signalled to a flag that is at {old} already. A flag never goes back (it may "
+            f"wrap; one that is {_LEAD} or more ahead is taken to be left behind): {place}"
+        )
+    raise ProtocolError(
+        f"flag overflow: the value {value} does not fit into the 32 bits of a flag, whose epochs must wrap: {place}"
+    )
 
 
 class Flags:
@@ -46,15 +59,19 @@ class Flags:
 
 
 def signal(flags, rank, index, value):
-    """Store `value` into flag `index` of `rank`: a release at system scope by the first thread."""
+    """Store `value` into flag `index` of `rank`: a release at system scope by the first thread.
+
+    ProtocolError where the value does not fit into 32 bits, or the flag would go back.
+    """
     me = getcurrent()
     me.pause()
     element = flags.element(rank, index, "signal")
     memory = flags.ptr.memory
-    memory.access(
-        "atomic", strided(element, (), (), _WORD_BYTES), me, Place(me, f"signal of flag {index} to rank {rank}")
-    )
+    place = Place(me, f"signal of flag {index} to rank {rank}")
+    memory.access("atomic", strided(element, (), (), _WORD_BYTES), me, place)
     old = flags.ptr.flat[element].item()
+    if not _LEAST <= value < _END or 0 < (old - value) % _END < _LEAD:
+        _refuse(old, value, place)
     if me.world.footprint is not None:
         me.world.footprint[-1] = me.world.footprint[-1]._replace(state=old)
     flags.ptr.flat[element] = wrapped(value)
@@ -105,7 +122,10 @@ def wait_all(flags, first, count, expected, skip=-1):
 
 
 def _describe(flags, index, expected, element) -> str:
-    return f"flag {index} of rank {flags.rank} to reach {expected}: it is {flags.ptr.flat[element].item()}"
+    value = flags.ptr.flat[element].item()
+    ahead = (value - expected) % _END
+    why = f", {ahead} ahead, which from {_LEAD} on means left behind" if ahead < _END // 2 else ""
+    return f"flag {index} of rank {flags.rank} to reach {expected}: it is {value}{why}"
 
 
 def barrier_all(flags, index, epoch):

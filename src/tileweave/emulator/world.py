@@ -106,6 +106,8 @@ class World:
         self.hosts: list[Host] = []
         self._running: list[CTA] = []
         self._meeting: list[Host] = []
+        self._short: list[tuple[Partition, list]] = []  # hosts whose next CTA has no room, and what wakes them
+        self._roomy = False  # there is room for all: only to find out what a deadlock comes from
 
     # ------------------------------------------------------------ what a host program does
 
@@ -127,7 +129,7 @@ class World:
             elsewhere = torch.get_default_device().type != "cpu"
             with torch.inference_mode(), torch.device("cpu") if elsewhere else nullcontext():
                 self._schedule()
-            self._conclude()
+                self._conclude()
             return [host.result for host in self.hosts]
         except EmulatorError as error:
             error.seed = self.seed
@@ -240,8 +242,8 @@ class World:
         beside = start(host, copies)
         running: list[Partition] = []
         for id, (z, y, x) in enumerate(np.ndindex(grid[2], grid[1], grid[0])):
-            if self.sms and len(running) >= self.sms:  # co-residency is limited
-                self._finish(host, running.pop(0), f" so that CTA {id} can start (sms={self.sms})")
+            while self.sms and len(running) >= self.sms and not self._roomy:
+                self._make_room(host, running, id)
             cta = CTA(self, rank, id, number, past, stream, (x, y, z), grid, num_warps)
             self._running.append(cta)
             running.append(Partition(cta, "main", Clock.starting(past), self._body, (fn, values)))
@@ -253,16 +255,30 @@ class World:
         live = {cta: row for cta, row in known.live.items() if cta.launch > ended[cta.rank]}
         host.clock.past = (Past(ended, live),) * 4
 
+    def _make_room(self, host: Partition, running: list[Partition], id: int) -> None:
+        """Wait for one of the CTAs that are resident to end, so that the CTA of this number can start."""
+        over = next((part for part in running if part.done), None)
+        if over is not None:
+            self._finish(host, over)
+            running.remove(over)
+            return
+        room: list = []
+        for part in running:
+            part.waiters = room
+        self._short.append((host, room))
+        host.block(room, lambda: f"one of the {self.sms} resident CTAs to end so that CTA {id} can start")
+        self._short.remove((host, room))
+
     def _body(self, fn, values) -> None:
         me = getcurrent()
         fn(*values)
         me.sync()
         release_shared_memory(me)
 
-    def _finish(self, host: Partition, part: Partition, purpose: str = "") -> None:
+    def _finish(self, host: Partition, part: Partition) -> None:
         cta = part.cta
         while not part.done:
-            host.block(part.waiters, lambda: f"CTA {cta.id} to end{purpose}")
+            host.block(part.waiters, lambda: f"CTA {cta.id} to end")
         while cta.ops:
             host.block(cta.waiters, lambda: f"transfers of CTA {cta.id} to end")
         cta.ended = True
@@ -327,9 +343,26 @@ class World:
                 raise host.error
         blocked = [part for part in self.parts if part.waiting]
         if blocked:
-            raise DeadlockError(
-                deadlock(blocked), {"blocked": [told_of(part.waiting[0]) for part in blocked if part.waiting]}
-            )
+            told = {"blocked": [told_of(part.waiting[0]) for part in blocked if part.waiting]}
+            text = deadlock(blocked)
+            raise DeadlockError(self._crowded() + text if self._short else text, told)
+
+    def _crowded(self) -> str:
+        """What a deadlock comes from in which CTAs have not started: whether all would go on if they could."""
+        short, self._roomy = sorted(host.rank for host, _ in self._short), True
+        for _, room in self._short:
+            self.wake(room)
+        try:
+            self._schedule()
+        except EmulatorError:
+            return ""
+        if any(part.waiting for part in self.parts):
+            return ""
+        return (
+            f"a launch that is not co-resident: ranks {short} have room for {self.sms} CTAs at a time, and those\n"
+            "that run wait for others that cannot start before they end. With room for all nobody waits for ever.\n"
+            "Launch no more CTAs than can be resident, or let none wait for a later one.\n"
+        )
 
     @property
     def idle(self) -> bool:

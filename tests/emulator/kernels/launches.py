@@ -54,3 +54,45 @@ def counts(counter, WAIT: gl.constexpr):
 @gl.jit
 def sets(counter, value):
     gl.store(counter, value)
+
+
+# ---------------------------------------------------------------- CTAs that wait for each other
+
+
+@gl.jit
+def meets_a_cta(flags_ptr, stride, AHEAD: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr, TELL: gl.constexpr):
+    """Each CTA raises its flag, with TELL, and those from FIRST to END wait for that of the CTA which is AHEAD."""
+    flags = gl.Flags(flags_ptr, stride, 0, 1, 1000)
+    me, n = gl.program_id(0), gl.num_programs(0)
+    if TELL:
+        gl.signal(flags, 0, me, 1)
+    if (me >= FIRST) & (me < END):
+        gl.wait(flags, (me + AHEAD) % n, 1)
+
+
+# ---------------------------------------------------------------- slots that peers write
+
+
+@gl.jit
+def pushes(
+    rank, W: gl.constexpr, slots, out, flags_ptr, stride, state, value, SLOTS: gl.constexpr, LEFT_OUT: gl.constexpr,
+    MASK: gl.constexpr,
+):  # fmt: skip
+    """A call: writes `value` into the slot of this epoch of each peer, signals all peers but for the next LEFT_OUT,
+    waits for as many, and stores the sum of what they wrote. Without MASK the slot is a remainder, which is wrong once
+    epochs are negative."""
+    flags = gl.Flags(flags_ptr, stride, rank, W, 1000)
+    epoch = gl.load(state + rank) + 1
+    slot = epoch & (SLOTS - 1) if MASK else epoch % SLOTS
+    for i in range(1, W):
+        gl.store(slots + ((rank + i) % W * SLOTS + slot) * W + rank, value)
+    gl.barrier()
+    for i in range(1 + LEFT_OUT, W):
+        gl.signal(flags, (rank + i) % W, rank, epoch)
+    total = value
+    for i in range(1 + LEFT_OUT, W):
+        source = (rank + W - i) % W
+        gl.wait(flags, source, epoch)
+        total += gl.load(slots + (rank * SLOTS + slot) * W + source)
+    gl.store(out + rank, total)
+    gl.store(state + rank, epoch)

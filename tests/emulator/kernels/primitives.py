@@ -28,6 +28,11 @@ def ping(
 
 
 @gl.jit
+def signals(flags_ptr, stride, INDEX: gl.constexpr, value):
+    gl.signal(gl.Flags(flags_ptr, stride, 0, 1, 1000), 0, INDEX, value)
+
+
+@gl.jit
 def signals_all(rank, W: gl.constexpr, flags_ptr, stride, INDEX: gl.constexpr):
     flags = gl.Flags(flags_ptr, stride, rank, W, 1000)
     gl.signal_all(flags, INDEX + rank, 1)
