@@ -98,6 +98,7 @@ def words() -> dict:
 
 
 INTER_SM = Plan(schedule="inter_sm", comm_sms=8)
+ONE_SHOT = Plan(schedule="one_shot", tile=(64, 128, 64), stages=8)
 VARIANTS = {
     "add": reduce_scatter,
     "deterministic": lambda: reduce_scatter(deterministic=True),
@@ -131,6 +132,19 @@ VARIANTS = {
     ),
     "inter-SM, float8 operands": lambda: reduce_scatter(
         dtype=torch.float8_e4m3fn, scaled=True, plan=replace(INTER_SM, tile=(128, 128, 128))
+    ),
+    "one shot": lambda: reduce_scatter(rows=16, plan=ONE_SHOT),
+    "one shot, average, eight ranks, largest tile": lambda: reduce_scatter(
+        world=8, rows=24, n=8192, op="avg", plan=replace(ONE_SHOT, tile=(128, 256, 64), stages=4)
+    ),
+    "one shot, float32 result, shared tiles, a transposed, b not": lambda: reduce_scatter(
+        world=2, rows=100, out=torch.float32, transposed=(True, False), plan=replace(ONE_SHOT, split=4, stages=6)
+    ),
+    "one shot, float8 operands": lambda: reduce_scatter(
+        dtype=torch.float8_e4m3fn, scaled=True, rows=40, plan=replace(ONE_SHOT, tile=(128, 128, 128), stages=6)
+    ),
+    "one shot, shared tiles": lambda: reduce_scatter(
+        rows=40, plan=replace(ONE_SHOT, tile=(128, 128, 64), split=2, stages=6)
     ),
     **{
         tiling_name(tiling, split): lambda tiling=tiling, split=split: reduce_scatter(

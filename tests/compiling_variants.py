@@ -26,6 +26,11 @@ NAMES = (
     "inter-SM, deterministic, shared tiles",
     "inter-SM, float32 result, one multiplier",
     "inter-SM, float8 operands",
+    "one shot",
+    "one shot, average, eight ranks, largest tile",
+    "one shot, float32 result, shared tiles, a transposed, b not",
+    "one shot, float8 operands",
+    "one shot, shared tiles",
     *(tiling_name(tiling, split) for tiling in TILINGS for split in (1, 2)),
     "words",
 )

@@ -8,7 +8,8 @@ import tileweave
 
 SOURCES = Path(tileweave.__file__).parent
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
-PHASES, MOVER, COMMUNICATOR, REDUCER = (f"tiles/{name}.py" for name in ("phases", "mover", "communicator", "reducer"))
+PHASES, MOVER, COMMUNICATOR = (f"tiles/{name}.py" for name in ("phases", "mover", "communicator"))
+REDUCER, SUMS = "tiles/reducer.py", "tiles/sums.py"
 
 
 def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", template=MATMUL):
@@ -19,7 +20,7 @@ def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", tem
     """
     modules = {}
     files = (file,) if isinstance(file, str) else file
-    paths = (CHANNEL, template, COMMUNICATOR, PHASES, MOVER, REDUCER, f"ops/{op}/kernel.py")
+    paths = (CHANNEL, template, COMMUNICATOR, PHASES, MOVER, REDUCER, SUMS, f"ops/{op}/kernel.py")
     texts = {path: (SOURCES / path).read_text() for path in paths}
     for old, new in edits:
         found = [path for path in files for _ in range(texts[path].count(old))]

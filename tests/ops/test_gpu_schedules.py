@@ -95,7 +95,7 @@ def test_fifty_calls_of_all_schedules_shapes_and_modes_on_one_workspace():
         assert not w.workspace.ops["matmul_reduce_scatter"].adding.any()
 
 
-@pytest.mark.parametrize("schedule", ["inter_sm", "none"])
+@pytest.mark.parametrize("schedule", ["inter_sm", "one_shot", "none"])
 def test_replays_of_a_graph_with_new_data_between_eager_calls(schedule):
     world, chosen = 3, plan(schedule, 2)
     data = [operands(world, world * 520, 1032, 264, seed=i, device="cuda")[:2] for i in range(20)]
@@ -126,10 +126,11 @@ def test_replays_of_a_graph_with_new_data_between_eager_calls(schedule):
         assert_right(outs, a, b)
 
 
-def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
+@pytest.mark.parametrize("schedule", ["inter_sm", "one_shot"])
+def test_an_absent_rank_gives_a_timeout_and_the_world_works_again(schedule):
     """Rank 1 launches a kernel that never tells of what it sends: the others' waits end, the result is NaN."""
     a, b, _ = operands(3, 3 * 256, 256, 128, seed=1, device="cuda")
-    chosen = plan("inter_sm", 2)
+    chosen = plan(schedule, 2)
     with tw.virtual_world(3, device="cuda", timeout=1.0) as w:
         run_calls(w, [(a, b, {})], plan=chosen)
         kept, lock = {}, threading.Lock()
@@ -145,3 +146,26 @@ def test_an_absent_rank_gives_a_timeout_and_the_world_works_again():
         assert kept[0].isnan().any() and kept[2].isnan().any()
         (outs,) = run_calls(w, [(a, b, {})], plan=chosen)
     assert_right(outs, a, b)
+
+
+@pytest.mark.parametrize(
+    "world, rows, n, k, tile, split",
+    [
+        (2, 1, 8192, 4096, (64, 64, 64), 1),
+        (2, 32, 8192, 1024, (64, 128, 64), 2),
+        (3, 24, 328, 200, (64, 64, 64), 1),
+        (4, 40, 1032, 520, (128, 128, 64), 1),
+        (8, 5, 776, 264, (128, 256, 64), 1),
+        (8, 100, 72, 1032, (256, 64, 64), 1),
+    ],
+)
+def test_one_shot_of_few_rows(world, rows, n, k, tile, split):
+    for dtype, out in ((torch.bfloat16, None), (torch.float16, torch.float32)):
+        calls = []
+        for i in range(4):
+            a, b, bias = operands(world, world * rows, n, k, seed=i, dtype=dtype, bias=True, device="cuda")
+            calls.append((a, b, dict(bias=bias, out_dtype=out, op=("sum", "avg")[i % 2])))
+        with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+            results = run_calls(w, calls, plan=plan("one_shot", 0, tile, 4, split))
+        for outs, (a, b, kw) in zip(results, calls, strict=True):
+            assert_right(outs, a, b, op=kw["op"], bias=kw["bias"], deterministic=True)

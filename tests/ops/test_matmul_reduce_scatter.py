@@ -287,7 +287,7 @@ WRONG = [
     (dict(a=torch.zeros(4, 8).bfloat16().to_sparse()), TypeError, "a must be a dense tensor.*to_dense"),
     (dict(plan="fast"), TypeError, "Plan"),
     (dict(plan=Plan(mechanism="multimem")), ValueError, "'tma'"),
-    (dict(plan=Plan(schedule="one_shot")), ValueError, "has 'intra_sm', 'inter_sm', 'none'"),
+    (dict(plan=Plan(schedule="two_shot")), ValueError, "has 'intra_sm', 'inter_sm', 'one_shot', 'none'"),
     (dict(plan=Plan(schedule="inter_sm")), ValueError, r"plan\.comm_sms=0: the inter_sm schedule has 1 to"),
     (dict(plan=Plan(schedule="none", comm_sms=1)), ValueError, r"plan\.comm_sms=1: the none schedule has 0"),
     (dict(plan=Plan(tile=(100, 256, 64))), ValueError, "128 or 256"),

@@ -74,7 +74,8 @@ def test_the_prediction_is_no_better_than_each_limit():
     "change, legal",
     [
         (dict(mechanism="copy_engine"), "'tma'"),
-        (dict(schedule="one_shot"), "has 'intra_sm', 'inter_sm', 'none'"),
+        (dict(schedule="two_shot"), "has 'intra_sm', 'inter_sm', 'one_shot', 'none'"),
+        (dict(schedule="one_shot", comm_sms=4), "the one_shot schedule has 0"),
         (dict(comm_sms=4), "has 0"),
         (dict(schedule="none", comm_sms=4), "the none schedule has 0"),
         (dict(schedule="inter_sm"), "plan.comm_sms=0: the inter_sm schedule has 1 to 131 of 132 SMs"),

@@ -34,7 +34,7 @@ def _with(variants: Variants, **more: Any) -> Variants:
 
 # Small enough for a CTA to have two tiles of the default problem, and for the ring to wrap.
 _TILE, _STAGES = (128, 256, 64), 3
-_REDUCING = _plans(_TILE, _STAGES, "intra_sm", "inter_sm", "none")
+_REDUCING = _plans(_TILE, _STAGES, "intra_sm", "inter_sm", "one_shot", "none")
 _GATHERING = ("inter_sm", "intra_sm", "none", "inter_sm, register", "intra_sm, register", "inter_sm, multimem")
 _ATTENDING = _plans((64, 64, 64), 3, "inter_sm")["inter_sm"]
 _VARIANTS: dict[str, Variants] = {
@@ -42,6 +42,7 @@ _VARIANTS: dict[str, Variants] = {
         "intra_sm": _REDUCING["intra_sm"],
         "intra_sm, deterministic": {**_REDUCING["intra_sm"], "deterministic": True},
         "inter_sm": _REDUCING["inter_sm"],
+        "one_shot": _REDUCING["one_shot"],
         "none": _REDUCING["none"],
     },
     "all_gather_matmul": {

@@ -31,6 +31,7 @@ def _plan(
 _RAGGED = {"m": 3 * 136, "n": 200, "k": 3 * 200}
 _SPLIT = {"m": 3 * 72, "n": 72, "k": 3 * 200}
 _FEW = {"m": 72, "n": 136, "k": 3 * 200}
+_OWNED = {"m": 3 * 60, "n": 72, "k": 3 * 72}  # tiles with rows of several ranks
 _GATHERED = _RAGGED | {"k": 200}
 # Parts of several tiles and steps, and of one: several steps alone would make up for a missing slot.
 _PARTS: list[Setup] = [("steps", {"m": 3 * 70, "n": 24}, 2, {}), ("a step", {"m": 3 * 8, "n": 24}, 2, {})]
@@ -47,6 +48,7 @@ _SETUPS: dict[str, list[Setup]] = {
         ("split", _SPLIT, 9, _plan("intra_sm", split=3)),
         # Two communicators, who count for each other, and one store for each item, so that waits leave no slack.
         ("inter_sm", _RAGGED, 4, _plan("inter_sm", comm_sms=2, tile=(64, 128, 64))),
+        ("one_shot", _OWNED, 3, _plan("one_shot", tile=(128, 64, 64))),
     ],
     "all_gather_matmul": [
         ("inter_sm", _GATHERED, 3, _plan("inter_sm", comm_sms=1)),

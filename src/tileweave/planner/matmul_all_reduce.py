@@ -10,6 +10,7 @@ from tileweave.planner.plan import SPLITS, Plan
 from tileweave.planner.tiling import (
     GROUP_ROWS,
     PART_BYTES,
+    SM_FETCH_GBS,
     TILINGS,
     Tiling,
     operand_bytes,
@@ -24,7 +25,6 @@ SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2, "inter_sm": 2}  # how often a 
 OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
 MOVES = 2  # buffers of a CTA's mover, a part each
 SMALL_TILE = 128 * 128  # elements of an accumulator beside which there are registers for other things
-SM_FETCH_GBS = 13.0  # what an SM moves by plain loads and stores behind its tiles; measured, see `predict_us`
 COMM_SM_GBS = 45.0  # what a communicator moves; eight fill a link by TMA (measured), in the fabric it is an estimate
 COMM_SMS = (4, 8, 16)  # communicators that the planner considers
 

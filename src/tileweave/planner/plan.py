@@ -3,11 +3,14 @@
 import json
 import math
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.tiling import (
     BARRIER_BYTES,
+    GROUP_ROWS,
     PART_BYTES,
+    SM_FETCH_GBS,
     STEP_BYTES,
     TILINGS,
     Tiling,
@@ -23,7 +26,7 @@ SCALED_TILE = 128 * 128  # elements of an accumulator of 8-bit operands beside w
 MAX_SPLIT = 16  # CTAs that may share a tile
 SHARING_SMS = 160  # CTAs that have flags for it
 SPLITS = (1, 2, 3, 4)  # of these, what the planner considers
-SCHEDULES = ("intra_sm", "inter_sm", "none")  # of matmul + reduce-scatter; the planner considers the first
+SCHEDULES = ("intra_sm", "inter_sm", "one_shot", "none")  # of matmul + reduce-scatter
 OWN_FLAGS, OWN_WORDS = 128, 126  # of a rank's flags and state: those that an op may use as it likes
 
 
@@ -113,11 +116,13 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return f"plan.mechanism={plan.mechanism!r}: matmul_reduce_scatter has 'tma'"
     if plan.schedule not in SCHEDULES:
         return f"plan.schedule={plan.schedule!r}: matmul_reduce_scatter has {', '.join(map(repr, SCHEDULES))}"
+    if problem.world == 1 and plan.schedule in ("inter_sm", "one_shot"):
+        return (
+            f"plan.schedule={plan.schedule!r}: a world of one has 'intra_sm' and 'none', as there is nobody to send to"
+        )
     if plan.schedule != "inter_sm":
         if plan.comm_sms != 0:
             return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 0"
-    elif problem.world == 1:
-        return "plan.schedule='inter_sm': a world of one has 'intra_sm' and 'none', as there is nobody to send to"
     elif most_blocks(problem.world) < 1:
         return f"plan.schedule='inter_sm' has too few flags for {problem.world} ranks; 'intra_sm' and 'none' would do"
     elif problem.sms < 2:
@@ -134,10 +139,16 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
 
 
 def matmul_of(problem: Problem, plan: Plan) -> Problem:
-    """The problem of the CTAs that multiply: as one rank if parts travel later, on the SMs that do not communicate."""
-    if plan.schedule == "none":
+    """The problem of the CTAs that multiply, on SMs that do not communicate: as one rank if no tile is an owner's."""
+    if plan.schedule in ("one_shot", "none"):
         return replace(problem, world=1, deterministic=True)
     return replace(problem, sms=problem.sms - plan.comm_sms)
+
+
+def count_tiles(problem: Problem, plan: Plan) -> int:
+    """Output tiles that one rank computes."""
+    alone = matmul_of(problem, plan)
+    return tiles_of(alone.m // alone.world, alone.n, alone.world, plan.tile)
 
 
 def most_blocks(world: int) -> int:
@@ -187,44 +198,63 @@ def unshareable(problem: Problem, plan: Plan) -> str | None:
 
 
 def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
-    """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles."""
-    tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
+    """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles; one
+    shot: then the sums behind the tiles."""
+    tiles, rows = count_tiles(problem, plan), problem.m // problem.world
     k_steps = max(1, -(-problem.k // plan.tile[2]))
     compute = tiling.compute_us(tiles, k_steps, plan.split, problem.sms)
     moved = operand_bytes(problem.m, problem.n, problem.k, plan.tile, problem.sms, hardware)
+    if plan.schedule == "intra_sm" and few(problem, plan):
+        each = operand_bytes(rows, problem.n, problem.k, plan.tile, problem.sms, hardware)
+        moved = max(moved, problem.world * each)
     moved *= problem.operand_bytes / 2
     moved += problem.m * problem.n * problem.message_bytes
-    memory = hardware.launch_us + moved / (hardware.memory_gbs * 1e3 * problem.sms / hardware.sms)
+    memory_rate = hardware.memory_gbs * 1e3 * problem.sms / hardware.sms
+    memory = hardware.launch_us + moved / memory_rate
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
     link = hardware.launch_us + sent / (hardware.link_gbs * 1e3) if problem.linked else 0.0
-    sync = hardware.sync_us if problem.world > 1 else 0.0
-    return overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, problem.sms) + sync
+    behind = hardware.sync_us if problem.world > 1 else 0.0
+    if plan.schedule == "one_shot":
+        summed = rows * problem.n * problem.message_bytes * (problem.world + 1)
+        behind += summed / min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
+    return overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, problem.sms) + behind
+
+
+def few(problem: Problem, plan: Plan) -> bool:
+    """Whether an owner has fewer rows than go together in a wave: for the next one's tiles all of b is read again."""
+    return problem.world > 1 and problem.m // problem.world < GROUP_ROWS * plan.tile[0]
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first."""
+    """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first: intra-SM,
+    or one shot where rows are few."""
     found = []
-    for tiling in TILINGS:
+    for schedule, tiling, split in product(("intra_sm", "one_shot"), TILINGS, SPLITS):
         tile = (*tiling.tile[:2], STEP_BYTES // problem.operand_bytes)
-        tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, tile)
-        for split in SPLITS:
-            plan = Plan(tile=tile, stages=tiling.stages, split=split)
-            idle = split > 1 and (whole_tiles(tiles, problem.sms, split) == tiles or problem.k < 128 * split)
-            if not idle and not unsupported(problem, plan, hardware):
-                found.append((predict_us(problem, plan, tiling, hardware), plan))
+        plan = Plan(schedule=schedule, tile=tile, stages=tiling.stages, split=split)
+        tiles = count_tiles(problem, plan)
+        idle = split > 1 and (whole_tiles(tiles, problem.sms, split) == tiles or problem.k < 128 * split)
+        fits = schedule == "intra_sm" or few(problem, plan)
+        if fits and not idle and not unsupported(problem, plan, hardware):
+            found.append((predict_us(problem, plan, tiling, hardware), plan))
     return sorted(found, key=lambda each: each[0])
 
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model."""
     cost, plan = candidates(problem, hardware)[0]
-    tiles = tiles_of(problem.m // problem.world, problem.n, problem.world, plan.tile)
+    tiles = count_tiles(problem, plan)
     by = "store to a place per source" if problem.deterministic else "add"
     way = (
         f"an output tile is the message, so the CTA that made it sends it (intra-SM, TMA {by})"
         if problem.world > 1
         else "one rank, so every tile stays: a plain matmul"
     )
+    if plan.schedule == "one_shot":
+        way = (
+            "a rank owns few rows, so tiles are those of the whole product, and a tile goes to all ranks that own rows "
+            "of it, which sum what has come (one shot, TMA store to a place per source)"
+        )
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"
     last = f", those of the last wave shared by {plan.split} each," if plan.split > 1 else ""
     reason = f"{way}; {count} of {plan.tile[0]} x {plan.tile[1]}{last} on {problem.sms} SMs is the cheapest tiling"

@@ -15,6 +15,10 @@ WARPS = 4  # of a multiplier
 STEP_BYTES = 128  # of a row of A and a column of B in a K step: 64 elements of 16 bits, 128 of 8
 PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
 BARRIER_BYTES = 1024  # of a CTA's shared memory: mbarriers, and what the compiler keeps for warp partitions
+SM_FETCH_GBS = 13.0  # what an SM moves by plain loads and stores behind its tiles; measured on virtual ranks of an H200
+LANE_COLS = 8  # elements of 16 bits in a 16-byte access
+IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first,
+LANE_VECTORS = 4  # and how many of them go into sums of their own, which take registers
 SLOWING = 0.2  # of what bounds a kernel by what does not
 Tile = tuple[int, int, int]
 
@@ -95,6 +99,17 @@ def operand_bytes(m: int, n: int, k: int, tile: Tile, sms: int, hardware: Hardwa
 def overlapped(compute_us: float, memory_us: float) -> float:
     """Time of two things at once, each of which slows the other a little."""
     return max(compute_us, memory_us) + SLOWING * min(compute_us, memory_us)
+
+
+def columns_at_once(sources: int, rows: int, n: int, sms: int, whole_rows: bool = False) -> int:
+    """Elements of a row that a CTA sums behind its tiles at once, over so many sources: as many as it has loads in
+    flight for, and fewer where a row has fewer, or where there would be nothing left for other CTAs to take."""
+    sources = min(sources, 8)
+    least = 32 * WARPS * LANE_COLS
+    columns = min(IN_FLIGHT // (1 << (sources - 1).bit_length()), LANE_VECTORS) * least
+    while columns > least and (columns >= 2 * n or (not whole_rows and 2 * rows * math.ceil(n / columns) <= sms)):
+        columns //= 2
+    return columns
 
 
 def _load() -> tuple[Tiling, ...]:

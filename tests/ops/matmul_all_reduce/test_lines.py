@@ -10,7 +10,7 @@ ADDS = "# ---------------------------------------------------------------- what 
 KERNEL = "# ---------------------------------------------------------------- the kernel"
 # Of these the kernel of one GPU has so many lines: it finds a tile, takes in a residual and a bias, stores a part.
 ALONE = {"locate": 4, "load_more": 13, "epilogue": 7, "store": 4}
-ONE_SHOT = {"store", "publish", "fetch", "sum_up", "hand_out"}
+ONE_SHOT = {"store", "publish"}
 TWO_SHOTS = {"is_own", "locate", "store", "publish"}
 INTRA_SM = {*TWO_SHOTS, "meet", "load_more", "epilogue"}
 # Lines of `store`, and signals of `publish`, that are another schedule's.
@@ -35,7 +35,7 @@ def test_every_function_belongs_to_a_schedule():
 
 
 def test_each_schedule_adds_fewer_than_fifty_lines_of_code_of_its_own():
-    """Besides the roles that it shares with others: movers and communicators, in `tiles`."""
+    """Besides the roles that it shares with others: movers, communicators and the sums of one shot, in `tiles`."""
     counts = added()
     for schedule, names in (("one shot", ONE_SHOT), ("intra", INTRA_SM), ("inter", TWO_SHOTS)):
-        assert 15 < sum(counts[name] for name in names) - OTHERS[schedule] < 50
+        assert 10 < sum(counts[name] for name in names) - OTHERS[schedule] < 50

@@ -50,37 +50,10 @@ from tileweave.tiles.matmul import (
 from tileweave.tiles.mover import Mover, make_mover, move_role
 from tileweave.tiles.phases import count_up, locate_in_chunks, tile_at, tiles_of
 from tileweave.tiles.reducer import reduce_role
+from tileweave.tiles.sums import Extras, Sums, add_bias, hand_out
 
 SENT = OWN_WORDS  # of `state`: one word per phase
-INFINITY = gl.constexpr(float("inf"))
-
-
 LINE = gl.constexpr(8)  # elements of a 16-byte access
-
-
-@gl.aggregate
-class Extras:
-    """What is made of the sum, [m, n]: `total` = sum + bias + residual, and `normed` = RMSNorm(total) * weight."""
-
-    total: gl.tensor
-    normed: gl.tensor
-    bias: gl.tensor
-    residual: gl.tensor
-    weight: gl.tensor
-    eps: gl.tensor
-    m: gl.tensor
-    n: gl.tensor
-    HAS_BIAS: gl.constexpr
-    HAS_RESIDUAL: gl.constexpr
-    NORM: gl.constexpr
-    COLS: gl.constexpr  # that a CTA takes at once
-
-    @gl.constexpr_function
-    def __init__(self, total, normed, bias, residual, weight, eps, m, n, HAS_BIAS, HAS_RESIDUAL, NORM, COLS):
-        self.total, self.normed, self.bias, self.residual, self.weight = total, normed, bias, residual, weight
-        self.eps, self.m, self.n = eps, m, n
-        self.HAS_BIAS, self.HAS_RESIDUAL = gl.constexpr(HAS_BIAS), gl.constexpr(HAS_RESIDUAL)
-        self.NORM, self.COLS = gl.constexpr(NORM), gl.constexpr(COLS)
 
 
 @gl.aggregate
@@ -125,53 +98,6 @@ class Work:
 def no_more(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.constexpr):
     """EPILOGUE that takes nothing in."""
     return part, at
-
-
-@gl.jit
-def add_bias(extras, part, col, LAYOUT: gl.constexpr):
-    """`part`, at a column of the result, plus bias."""
-    if extras.HAS_BIAS:
-        cols = col + gl.arange(0, part.shape[1], gl.SliceLayout(0, LAYOUT))
-        part += gl.load(extras.bias + cols, mask=cols < extras.n, other=0.0).to(gl.float32)[None, :]
-    return part
-
-
-@gl.jit
-def normalize(extras, row, squares, L: gl.constexpr):
-    """RMSNorm of a row of `total`, whose squares add up to `squares`, into `normed`."""
-    scale = gl.exp2(-0.5 * gl.log2(squares / (extras.n * 1.0) + extras.eps))
-    start = row.to(gl.int64) * extras.n
-    for col in range(0, extras.n, extras.COLS):
-        cols = col + gl.arange(0, extras.COLS, gl.SliceLayout(0, L))[None, :]
-        keep = cols < extras.n
-        x = gl.load(extras.total + start + cols, mask=keep, other=0.0).to(gl.float32)  # what this very thread stored
-        x = x * scale * gl.load(extras.weight + cols, mask=keep, other=0.0).to(gl.float32)
-        gl.store(extras.normed + start + cols, x.to(extras.normed.dtype.element_ty), mask=keep)
-
-
-@gl.jit
-def finish_rows(work, met, epoch, TAKE: gl.constexpr):
-    """All CTAs: rows of the result, of which TAKE gives the elements, and what is made of them."""
-    extras = work.extras
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, gl.num_warps()], [1, 0])
-    pieces = 1 if extras.NORM else gl.cdiv(work.n, extras.COLS)
-    for item in range(gl.program_id(0), extras.m * pieces, gl.num_programs(0)):
-        row = item // pieces
-        start = item % pieces * extras.COLS
-        squares = gl.zeros([1, extras.COLS], gl.float32, L)
-        for col in range(start, work.n if extras.NORM else start + extras.COLS, extras.COLS):
-            cols = col + gl.arange(0, extras.COLS, gl.SliceLayout(0, L))[None, :]
-            keep = cols < work.n
-            here = row.to(gl.int64) * work.n + cols
-            total = add_bias(extras, TAKE(work, row, cols, keep, met, epoch, L), col, L)
-            if extras.HAS_RESIDUAL:
-                total += gl.load(extras.residual + here, mask=keep, other=0.0).to(gl.float32)
-            total = total.to(extras.total.dtype.element_ty)
-            gl.store(extras.total + here, total, mask=keep)
-            x = total.to(gl.float32)
-            squares += gl.where(keep, x * x, 0.0)
-        if extras.NORM:
-            normalize(extras, row, gl.sum(gl.sum(squares, 1), 0), L)
 
 
 # ---------------------------------------------------------------- what the all-reduce adds
@@ -272,33 +198,6 @@ def publish(work, phase, count, epoch):
                 gl.signal(flags, owner, chunk * flags.world + flags.rank, epoch)
 
 
-@gl.jit
-def fetch(work, source, row, cols, keep, epoch):
-    """Elements of a row of a source's place."""
-    place = (epoch & 1) * work.flags.world + source
-    start = place.to(gl.int64) * work.place_lines * LINE + row.to(gl.int64) * work.n
-    return gl.load(work.places + start + cols, mask=keep, other=0.0).to(gl.float32)
-
-
-@gl.jit
-def sum_up(work, row, cols, keep, met, epoch, L: gl.constexpr):
-    """Elements of a row of the sum over ranks; NaN unless the wait was met."""
-    flags = work.flags
-    AT_ONCE: gl.constexpr = min(flags.world, 8)
-    total = gl.full([1, work.extras.COLS], gl.where(met, 0.0, INFINITY) * 0.0, gl.float32, L)
-    for first in range(0, flags.world, AT_ONCE):
-        for j in gl.static_range(AT_ONCE):  # unrolled, so that the loads of these sources are in flight together
-            total += fetch(work, first + j, row, cols, keep & met & (first + j < flags.world), epoch)
-    return total
-
-
-@gl.jit
-def hand_out(work, epoch):
-    """All CTAs, behind their tiles: sum rows."""
-    met = gl.wait_all(work.flags, 0, work.flags.world, epoch)
-    finish_rows(work, met, epoch, sum_up)
-
-
 # ---------------------------------------------------------------- the kernel
 
 
@@ -348,4 +247,4 @@ def matmul_all_reduce_kernel(
         EXTRA=MOVE, epoch=epoch,
     )  # fmt: skip
     if SHOTS == 1:
-        hand_out(work, epoch)
+        hand_out(Sums(flags, extras, places, place_lines), epoch)

@@ -1,6 +1,5 @@
 """matmul_all_reduce: how it is computed, in one kernel, or by a matmul and an all-reduce."""
 
-import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,7 +14,6 @@ from tileweave.ops.matmul_all_reduce.kernel import matmul_all_reduce_kernel
 from tileweave.planner import Plan
 from tileweave.planner.matmul_all_reduce import (
     SHOTS,
-    Problem,
     chunks_of,
     computing,
     count_tiles,
@@ -24,11 +22,7 @@ from tileweave.planner.matmul_all_reduce import (
     slot_bytes,
     slot_columns,
 )
-from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_rows, whole_tiles
-
-LANE_COLS = 8  # elements of a 16-byte access
-IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first,
-LANE_VECTORS = 4  # and how many of them go into sums of their own, which take registers
+from tileweave.planner.tiling import GROUP_ROWS, LANE_COLS, PART_BYTES, WARPS, columns_at_once, part_rows, whole_tiles
 
 
 class Extras(NamedTuple):
@@ -131,7 +125,8 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n,
         a_rows.shape[0] if a_t else a_rows.shape[1], *chunks_of(problem, plan), whole, plan.split, problem.world,
         bm, bn, bk, plan.stages, result_buffers(plan), plan.split > 1, GROUP_ROWS, a_t, b_t, shots,
-        plan.comm_sms, fabric_sums, call.bias, call.residual, norms, columns_at_once(problem, plan),
+        plan.comm_sms, fabric_sums, call.bias, call.residual, norms,
+        columns_at_once(problem.world, problem.m, problem.n, problem.sms, problem.norm),
     )  # fmt: skip
     slots: tuple | Box = slots_box(a.new_empty(1, 1, call.m, call.n), part)
     if shots:
@@ -151,16 +146,3 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         grid * bm * bn if plan.split > 1 else 0,
         norms,
     )
-
-
-def columns_at_once(problem: Problem, plan: Plan) -> int:
-    """Elements of a row that a CTA takes behind its tiles at once: as many as it has loads in flight for, and fewer
-    where a row has fewer, or where there would be nothing left for other CTAs to take."""
-    sources = min(problem.world, 8)
-    least = 32 * WARPS * LANE_COLS
-    columns = min(IN_FLIGHT // (1 << (sources - 1).bit_length()), LANE_VECTORS) * least
-    while columns > least and (
-        columns >= 2 * problem.n or (not problem.norm and 2 * problem.m * math.ceil(problem.n / columns) <= problem.sms)
-    ):
-        columns //= 2
-    return columns

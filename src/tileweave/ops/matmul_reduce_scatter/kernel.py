@@ -5,6 +5,10 @@ added there by TMA (in the message type), or, DETERMINISTIC, stored in a place o
 takes in what the peers have sent (loaded through the operand ring behind the tile's last K step), in float32, then bias,
 and is written to the result, an ordinary tensor. So there is no separate reduction pass, and W = 1 is a plain matmul.
 
+ONE_SHOT, for few rows: tiles are those of the whole product, and may have rows of several ranks. A part is stored to each
+of these, also to this one, in a place of its source; rows that are another's lie beyond the slot, and TMA leaves them out.
+Behind the tile loop a rank sums its rows over the sources (`sums`).
+
 INTER (inter-SM): storers leave parts of foreign tiles at `home`, this rank's own memory, and the COMM_SMS communicators
 send them from there, in strips of a tile's rows and a part's width. Tiles go in blocks of `block_tiles`, and what hooks of
 the template get as the owner is a phase: number of the block among its owner's, times WORLD, plus the owner.
@@ -16,12 +20,13 @@ template and of the communicator (which counts blocks in state[SENT...]):
 |---|---|---|---|---|
 | state[SENT + d]; INTER: state[LAST_WORD - phase] | every storer of this rank, its parts for rank d, or of the phase, performed | nobody; the last one publishes | acq_rel, gpu | the last one puts it back to 0 |
 | flags[d][r] = epoch | rank r, the last storer that sent a part to d | loaders and storers of rank d that have own tiles, before the first | release / acquire, sys; then a proxy fence | monotonic |
+| ONE_SHOT: state[SENT + r]; flags[d][r] = epoch | rank r, every storer, all its parts performed; the last one, to all | all CTAs of d behind their tiles, see `sums` | as above | as above |
 | INTER: flags[r][LAST_FLAG - phase] = epoch | rank r, the last storer that left a part of the phase at home | its communicators, before they fetch | release / acquire, sys; then a proxy fence | monotonic, one rank's own |
 | INTER: flags[d][block * WORLD + r] = epoch | rank r, the last communicator that sent d a part of the block | as above, before own tiles of the block | release / acquire, sys; then a proxy fence | monotonic, one writer whatever the number of blocks |
 | home | storers (TMA stores) | communicators after LAST_FLAG - phase | flags | belongs to one launch |
 | ring, uses behind an own tile's K steps | loader's TMA load of a peer's part or sum / multiplier | multiplier / loader | mbarrier, CTA | Channel's phases |
 | adding slot e % 2 of rank d | peers in call e (TMA adds) | d after flags | flags | d zeroes each part once the multiplier has it, by generic stores; the ends of the launches e of d and e + 1 of the peer are the fences to the next adds. A peer adds again in call e + 2 only after it has finished call e + 1, hence after d entered e + 1, hence after d ended call e |
-| staging slot e % 2 of rank d | peers in call e (TMA stores) | d after flags | flags | as above, without zeroing |
+| staging slot e % 2 of rank d | peers in call e (TMA stores); ONE_SHOT: d as well | d after flags | flags | as above, without zeroing |
 
 A wait that times out makes the loader load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
 """
@@ -37,14 +42,18 @@ from tileweave.tiles.matmul import (
     load_operands,
     make_matmul,
     no_communicator,
+    nobody_to_meet,
     nothing_ahead,
     nothing_before_load,
+    nothing_more,
     part_buf,
     run_matmul,
     take_part,
     this_epoch,
     unscaled,
 )
+from tileweave.tiles.phases import count_up
+from tileweave.tiles.sums import Extras, Sums, hand_out
 
 SENT = OWN_WORDS  # of `state`: one word per rank
 LAST_WORD = gl.constexpr(127)  # of `state`,
@@ -230,6 +239,44 @@ def store(work, phase, row, col, buf, epoch, met):
 
 
 @gl.jit
+def locate_in_whole(work, t):
+    """ONE_SHOT: the t-th tile of the whole product, its row counted from this rank's first."""
+    mm, own = work.matmul, work.flags.rank * work.rows
+    i, j = grouped_order(t, gl.cdiv(work.rows * work.flags.world, mm.BM), gl.cdiv(work.n, mm.BN), work.GROUP)
+    return work.flags.rank, i * mm.BM, i * mm.BM - own, j * mm.BN
+
+
+@gl.jit
+def averaged(work, part, at, HALF: gl.constexpr, phase, row, col, LAYOUT: gl.constexpr):
+    """Multiplier, ONE_SHOT: as `epilogue` begins."""
+    if work.AVERAGE:
+        part = part * (1.0 / work.flags.world)
+    return part, at
+
+
+@gl.jit
+def store_to_owners(work, phase, row, col, buf, epoch, met):
+    """Storer, ONE_SHOT: one part to every rank that owns rows of it."""
+    rank, rows = work.flags.rank, work.rows
+    first = rank * rows + row
+    last = gl.minimum(first + work.matmul.ROWS, rows * work.flags.world) - 1
+    owners = last // rows - first // rows + 1
+    for i in range(owners):
+        owner = first // rows + (rank + i) % owners
+        send(work, owner, first - owner * rows, col, buf, epoch)
+
+
+@gl.jit
+def publish_to_all(work, phase, count, epoch):
+    """Count parts as performed, whoever has their rows; the last CTA tells all ranks."""
+    mm = work.matmul
+    gl.store_wait(0)
+    gl.barrier()
+    if count_up(mm, SENT + phase, count, mm.tiles * (mm.BN // mm.WIDTH) * mm.HALVES):
+        gl.signal_all(work.flags, work.flags.rank, epoch)
+
+
+@gl.jit
 def tiles_in(work, block):
     """Tiles of an owner's block, the last of which may have fewer."""
     return gl.minimum(tiles_per_owner(work) - block * work.block_tiles, work.block_tiles)
@@ -311,20 +358,24 @@ def communicate(work):
     ]
 )  # fmt: skip
 def matmul_reduce_scatter_kernel(
-    rank, a_desc, b_desc, out_desc, slots_desc, own_slots, slot_stride, bias, scale_a, step_a, scale_b, step_b, scratch,
-    flags_ptr, flags_stride, state,
-    timeout_us, rows, n, k, whole, split, home_desc, blocks, block_tiles, share, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    rank, a_desc, b_desc, out_desc, slots_desc, own_slots, slot_stride, bias, scale_a, step_a, scale_b, step_b,
+    scratch, out, flags_ptr, flags_stride, state, timeout_us, rows, n, k, whole, split, home_desc, blocks, block_tiles, share,
+    WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, C_BUFS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, A_T: gl.constexpr,
     B_T: gl.constexpr, DETERMINISTIC: gl.constexpr, HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, AVERAGE: gl.constexpr,
-    COMM_SMS: gl.constexpr,
+    COMM_SMS: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """Rows [rows, n] of this rank of sum over ranks of a [WORLD * rows, k] @ b [k, n]. Grid: co-resident CTAs, one per SM.
 
-    Without communicators home_desc, blocks, block_tiles and share are None.
+    Without communicators home_desc, blocks, block_tiles and share are None. COLS, columns of a row that a CTA sums at
+    once, is 0 but for ONE_SHOT, which has `out` besides its descriptor, else None.
     """
     INTER: gl.constexpr = COMM_SMS > 0
+    ONE_SHOT: gl.constexpr = COLS > 0
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     tiles = gl.cdiv(rows, BM) * gl.cdiv(n, BN) * WORLD
+    if ONE_SHOT:
+        tiles = gl.cdiv(rows * WORLD, BM) * gl.cdiv(n, BN)
     mm = make_matmul(
         a_desc, b_desc, slots_desc, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
         A_T, B_T, COMM_SMS,
@@ -339,7 +390,18 @@ def matmul_reduce_scatter_kernel(
     COMMUNICATE: gl.constexpr = communicate if INTER else no_communicator
     AHEAD: gl.constexpr = factors if SCALED else nothing_ahead
     SCALE: gl.constexpr = scaled if SCALED else unscaled
-    run_matmul(
-        work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, COMMUNICATE, 64,
-        all_steps, AHEAD, SCALE,
-    )  # fmt: skip
+    if ONE_SHOT:
+        epoch = this_epoch(mm)
+        run_matmul(
+            work, locate_in_whole, nothing_before_load, load_operands, nobody_to_meet, nothing_more, averaged,
+            store_to_owners, publish_to_all, no_communicator, 64, all_steps, AHEAD, SCALE,
+        )  # fmt: skip
+        LINE: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth  # elements of a 16-byte access
+        n = n // 8 * 8  # as it is: the compiler learns that rows are aligned
+        extras = Extras(out, out, bias, out, out, rows, rows, n, HAS_BIAS, False, False, COLS)
+        hand_out(Sums(flags, extras, own_slots, slot_stride // LINE), epoch)
+    else:
+        run_matmul(
+            work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, COMMUNICATE,
+            64, all_steps, AHEAD, SCALE,
+        )  # fmt: skip

@@ -12,8 +12,16 @@ from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, pa
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, problem_of
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan, Problem
-from tileweave.planner.plan import blocks_of, matmul_of
-from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, tiles_of, whole_tiles
+from tileweave.planner.plan import blocks_of, count_tiles, matmul_of
+from tileweave.planner.tiling import (
+    GROUP_ROWS,
+    PART_BYTES,
+    WARPS,
+    columns_at_once,
+    part_buffers,
+    part_rows,
+    whole_tiles,
+)
 
 Scales = tuple[torch.Tensor, torch.Tensor] | None  # of 8-bit operands
 
@@ -43,9 +51,10 @@ class Prepared:
     """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
 
     slots: the kernel's arguments that say where parts travel to; where they stay, in a world of one or the schedule
-    "none", a box instead, for the result stands in for them; numbers: the arguments between scratch and home; home: box
+    "none", a box instead, for the result stands in for them; numbers: the arguments between tensors and home; home: box
     and shape of what holds parts that communicators send, None without communicators; tail: the arguments after it;
-    scratch: elements of it, for tiles that CTAs share; behind: the call that a reduce-scatter of the result completes.
+    scratch: elements of it, for tiles that CTAs share; sums: whether the kernel sums places into the result behind its
+    tiles; behind: the call that a reduce-scatter of the result completes.
     """
 
     shape: tuple[int, int]
@@ -60,6 +69,7 @@ class Prepared:
     tail: tuple
     grid: int
     scratch: int
+    sums: bool
     behind: Call | None
     variant: Variant = field(default_factory=Variant)
 
@@ -78,7 +88,8 @@ class Prepared:
         scale_a, scale_b = scales or (out, out)
         scaling = scale_a, int(scale_a.numel() > 1), scale_b, int(scale_b.numel() > 1)
         rank = 0 if self.behind else fabric.rank
-        tensors = self.a.at(a), self.b.at(b), self.out.at(out), *slots, extra, *scaling, scratch
+        operands, summed = (self.a.at(a), self.b.at(b)), out if self.sums else None
+        tensors = *operands, self.out.at(out), *slots, extra, *scaling, scratch, summed
         args = (rank, *tensors, *self.numbers, home, *self.tail)
         fabric.launch(matmul_reduce_scatter_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return out if self.behind is None else scattered(fabric, self.behind, out, bias)
@@ -114,8 +125,10 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     behind = call if plan.schedule == "none" and problem.world > 1 else None
     if behind:
         call = replace(call, rows=call.m, op="sum", bias=False, deterministic=True)
-    alone = matmul_of(problem, plan)
-    world = alone.world
+    alone, one_shot = matmul_of(problem, plan), plan.schedule == "one_shot"
+    if one_shot:  # whose parts are kept apart
+        call = replace(call, deterministic=True)
+    world = 1 if behind else problem.world
     (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
     out = torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     shard_bytes = out.nbytes if world > 1 else 0
@@ -123,7 +136,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         NAME, 0 if call.deterministic else shard_bytes, world * shard_bytes if call.deterministic else 0
     )
     flags = channel.flags[fabric.rank :] if behind else channel.flags
-    tiles = tiles_of(call.rows, call.n, world, plan.tile)
+    tiles = count_tiles(problem, plan)
     whole = whole_tiles(tiles, alone.sms, plan.split)
     grid = min(alone.sms, whole + (tiles - whole) * plan.split)
     part = (part_rows(plan.tile), PART_BYTES // out.element_size())
@@ -139,7 +152,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     tail = (
         *blocks, world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, out.element_size()),
         plan.split > 1, GROUP_ROWS, a_t, b_t, call.deterministic, call.bias, call.dtype == FP8, call.op == "avg",
-        plan.comm_sms,
+        plan.comm_sms, columns_at_once(world, call.rows, call.n, alone.sms) if one_shot else 0,
     )  # fmt: skip
     return Prepared(
         (call.rows, call.n),
@@ -154,6 +167,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         tail,
         grid + plan.comm_sms,
         grid * bm * bn if plan.split > 1 else 0,
+        one_shot,
         behind,
     )
 

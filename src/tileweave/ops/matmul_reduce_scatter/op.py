@@ -41,9 +41,11 @@ def matmul_reduce_scatter(
             inputs give equal bits; always so for two ranks. False: parts are added in the result's dtype in order of
             arrival. None: True under torch.use_deterministic_algorithms.
         out_dtype: dtype of the result and of what travels: that of `a` (default; bfloat16 for float8) or float32.
-        plan: a `Plan` to use instead of the planner's, the same on all ranks. Its schedule is "intra_sm", which the
-            planner takes: the CTA that computed a tile sends it; "inter_sm": computing CTAs leave tiles in this rank's
-            memory, and `comm_sms` others send them; or "none": a matmul, then our own reduce-scatter.
+        plan: a `Plan` to use instead of the planner's, the same on all ranks. Its schedule is "intra_sm": the CTA that
+            computed a tile sends it to the rank that owns its rows; "one_shot": tiles have rows of several ranks, each
+            of which sums its own behind its tiles, as if deterministic (the planner takes it where ranks own few rows,
+            else intra_sm); "inter_sm": computing CTAs leave tiles in this rank's memory, and `comm_sms` others send
+            them; or "none": a matmul, then our own reduce-scatter.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks, and leaves the others to
             whatever runs beside it; None: all that this rank has.
         scale_a, scale_b: for float8_e4m3fn operands, float32: what this rank's product is multiplied with before it is
