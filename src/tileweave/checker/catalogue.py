@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tileweave.checker.device_code import digest
+from tileweave.checker.device_code import digest, own_files
 from tileweave.checker.mutants import Mutant, mutants, planted, reaching
 from tileweave.checker.setups import setups, small_constants
 from tileweave.checker.trial import run_trial
@@ -31,11 +31,12 @@ Lines = dict[tuple[str, int], list[int]]
 
 
 def reached(op: str, schedules: int = _REACHING, processes: int = 1) -> Lines:
-    """The lines (file, line) with synchronizing statements that an op's setups come by, and which setups do.
-    RuntimeError if one of them is not clean."""
+    """The lines (file, line) with synchronizing statements that an op's setups come by, in its own kernels and in tile
+    files, and which setups do. RuntimeError if one of them is not clean."""
     found: Lines = {}
+    own = set(map(str, own_files(op)))
     for number, lines in each(partial(_reached, op, schedules), range(len(setups(op))), processes):
-        for line in lines:
+        for line in (line for line in lines if line[0] in own):
             found.setdefault(line, []).append(number)
     return {line: sorted(numbers) for line, numbers in sorted(found.items())}
 

@@ -26,6 +26,11 @@ def files(op: str) -> list[Path]:
     return sorted(device)
 
 
+def own_files(op: str) -> list[Path]:
+    """Those of them that are no other op's: its kernels and the tile files."""
+    return [path for path in files(op) if path.parent.name in ("tiles", PROBLEMS[op].room)]
+
+
 def digest(op: str) -> str:
     """A mark of the device code of an op: another if one of its files has changed."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in files(op))).hexdigest()[:12]

@@ -97,17 +97,18 @@ _ROUTINGS: tuple[Callable[[torch.Tensor, int], torch.Tensor], ...] = (  # of num
 
 
 def _tokens(s: dict[str, int], ranks: int, call: int) -> list[tuple]:
-    """Tokens, choices and weights, fewer of each next rank; the rank's experts of two matrices, and all of them."""
+    """Tokens, choices and weights, fewer of each next rank; the rank's experts and all, of three matrices."""
     h, i, experts = s["hidden"], s["inner"], s["experts"]
     shares = [2 * s["tokens"] * (ranks - rank) // (ranks * (ranks + 1)) for rank in range(1, ranks)]
-    w, gate = (_normal(experts, h, i, seed=2 * call + j) / h**0.5 for j in range(2))
+    w, gate = (_normal(experts, h, i, seed=3 * call + j) / h**0.5 for j in range(2))
+    down = _normal(experts, i, h, seed=3 * call + 2) / i**0.5
     found, first = [], 0
     for rank, count in enumerate((s["tokens"] - sum(shares), *shares)):
         u = torch.rand(2, count, s["topk"], generator=torch.Generator().manual_seed(call * ranks + rank))
         own = slice(first, first + experts // ranks + (rank < experts % ranks))
         first = own.stop
         x, index = _normal(count, h, seed=1000 + call * ranks + rank), _ROUTINGS[call % len(_ROUTINGS)](u[0], experts)
-        found.append((x, index, u[1], w[own], gate[own], w, gate))
+        found.append((x, index, u[1], w[own], gate[own], w, gate, down[own], down))
     return found
 
 
@@ -177,8 +178,13 @@ def _multiplied(operands: list[tuple], options: Options) -> list[Results]:
 
 
 def _combined(operands: list[tuple], options: Options) -> list[Results]:
-    x, index, weight, _, _, w, gate = _unzipped(operands)
+    x, index, weight, _, _, w, gate, _, _ = _unzipped(operands)
     return [(each,) for each in moe.reference(x, index, weight, w[0], gate[0] if options.get("gated") else None)]
+
+
+def _combined_twice(operands: list[tuple], options: Options) -> list[Results]:
+    x, index, weight, _, _, w, _, _, down = _unzipped(operands)
+    return [(each,) for each in moe.reference(x, index, weight, w[0], down=down[0])]
 
 
 def _across(x: torch.Tensor) -> torch.Tensor:
@@ -220,8 +226,8 @@ def _grouped(x: tuple, group: Any, transposed: bool = False, **options: Any) -> 
     return (tw.grouped_matmul(rows, _across(w) if transposed else w, offsets, **options),)
 
 
-def _moe(x: tuple, group: Any, gated: bool = False, transposed: bool = False, **options: Any) -> Results:
-    tokens, index, weight, w, gate, everything, _ = x
+def _dispatch(x: tuple, group: Any, gated: bool = False, transposed: bool = False, **options: Any) -> Results:
+    tokens, index, weight, w, gate, everything, *_ = x
     if transposed:
         w, gate = _across(w), _across(gate)
     options |= {"w_gate": gate} if gated else {}
@@ -230,11 +236,19 @@ def _moe(x: tuple, group: Any, gated: bool = False, transposed: bool = False, **
     return (tw.moe_combine(y, route, group),)
 
 
+def _combine(x: tuple, group: Any, transposed: bool = False, **options: Any) -> Results:
+    """Behind a dispatch as the planner has it."""
+    tokens, index, weight, w, _, everything, _, down, _ = x
+    y, route = tw.moe_dispatch_matmul(tokens, index, w, group, topk_weight=weight, experts=everything.shape[0])
+    return (tw.moe_matmul_combine(y, _across(down) if transposed else down, route, group, **options),)
+
+
 _EXACT: Callable[[int, bool], float] = lambda ranks, deterministic: 0.0  # noqa: E731
 _ROUNDED: Callable[[int, bool], float] = lambda ranks, deterministic: 2**-8  # noqa: E731
 _ATTENDED: Callable[[int, bool], float] = lambda ranks, deterministic: core.tolerance(torch.bfloat16)  # noqa: E731
 _SEQUENCE = {"heads": 8, "kv_heads": 4, "seq": 512, "dim": 64}
 _ALONE = {"heads": 4, "kv_heads": 2, "seq": 320, "dim": 64}
+_TOKENS = {"tokens": 400, "hidden": 136, "inner": 136, "experts": 10, "topk": 2}
 _MATRIX = {"m": 256, "n": 256}
 PROBLEMS = {
     "matmul_reduce_scatter": OpProblem(
@@ -279,7 +293,9 @@ PROBLEMS = {
         _grouped,
     ),
     "moe_dispatch_matmul": OpProblem(
-        "moe", {"tokens": 400, "hidden": 136, "inner": 136, "experts": 10, "topk": 2}, {}, _tokens, _combined,
-        lambda ranks, deterministic: 0.02, _moe,
+        "moe", _TOKENS, {}, _tokens, _combined, lambda ranks, deterministic: 0.02, _dispatch
+    ),
+    "moe_matmul_combine": OpProblem(
+        "moe", _TOKENS, {}, _tokens, _combined_twice, lambda ranks, deterministic: 0.02, _combine
     ),
 }  # fmt: skip

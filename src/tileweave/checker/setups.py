@@ -95,6 +95,13 @@ _SETUPS: dict[str, list[Setup]] = {
         ("capacity", _TOKENS, 7, {**_DISPATCH, "capacity": 800, "max_tokens": 150}),
         ("gated", _TOKENS, 7, {**_DISPATCH, "gated": True, "transposed": True}),
     ],
+    # Two SMs are too few for the kernel of the dispatch.
+    "moe_matmul_combine": [
+        ("two multipliers", _TOKENS | {"tokens": 130}, 2, _plan("intra_sm", "register")),
+        ("transposed", _TOKENS | {"tokens": 60}, 2,
+         {**_plan("intra_sm", "register", tile=(64, 64, 64)), "transposed": True}),
+        ("ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 2, _plan("intra_sm", "register")),
+    ],
 }  # fmt: skip
 _WITHOUT_PEERS = ("attention", "grouped_matmul")  # of one rank: the others would do the same
 
