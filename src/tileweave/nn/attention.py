@@ -31,16 +31,20 @@ class RingAttention(_Attention):
 
     Args: group, causal, scale, layout, placement, as in `ring_attention`.
 
-    forward(q, k, v): this rank's tokens, and their attention to those of all ranks. Collective, forward and backward.
+    forward(q, k, v, cu_seqlens=None): this rank's tokens, and their attention to those of all ranks, or of the same
+    packed sequence. Collective, forward and backward.
     """
 
     def __init__(self, group: Any = None, *, placement: str = "contiguous", **options: Any):
         super().__init__(**options)
         self.group, self.placement = group, placement
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See the class."""
-        return _ring(q, k, v, self.group, self.placement, causal=self.causal, scale=self.scale, layout=self.layout)
+        options = dict(cu_seqlens=cu_seqlens, causal=self.causal, scale=self.scale, layout=self.layout)
+        return _ring(q, k, v, self.group, self.placement, **options)
 
 
 class UlyssesAttention(_Attention):
@@ -48,16 +52,19 @@ class UlyssesAttention(_Attention):
 
     Args: group, causal, scale, layout, as in `ulysses_attention`.
 
-    forward(q, k, v): this rank's tokens, and their attention to those of all ranks. Collective, forward and backward.
+    forward(q, k, v, cu_seqlens=None): this rank's tokens, and their attention to those of all ranks, or of the same
+    packed sequence. Collective, forward and backward.
     """
 
     def __init__(self, group: Any = None, **options: Any):
         super().__init__(**options)
         self.group = group
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See the class."""
-        options = dict(causal=self.causal, scale=self.scale, layout=self.layout)
+        options = dict(cu_seqlens=cu_seqlens, causal=self.causal, scale=self.scale, layout=self.layout)
         return ulysses_attention(q, k, v, self.group, **options)  # type: ignore[arg-type]
 
 
@@ -71,7 +78,8 @@ class RingUlyssesAttention(_Attention):
             contiguous pieces for Ulysses. `place` does both.
         causal, scale, layout: as in the ops.
 
-    forward(q, k, v): this rank's tokens, and their attention to those of all ranks. Collective, forward and backward.
+    forward(q, k, v, cu_seqlens=None): this rank's tokens, and their attention to those of all ranks, or of the same
+    packed sequence. Collective, forward and backward.
 
     ValueError unless the mesh has two dimensions.
     """
@@ -87,9 +95,13 @@ class RingUlyssesAttention(_Attention):
         shard = place_sequence(x, self.mesh.size(0), self.mesh.get_local_rank(0), dim, self.placement)
         return place_sequence(shard, self.mesh.size(1), self.mesh.get_local_rank(1), dim)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See the class."""
-        across = functools.partial(_ring, group=self.mesh.get_group(0), placement=self.placement, layout=self.layout)
+        across = functools.partial(
+            _ring, group=self.mesh.get_group(0), placement=self.placement, layout=self.layout, cu_seqlens=cu_seqlens
+        )
         return ulysses_attention(
             q, k, v, self.mesh.get_group(1), causal=self.causal, scale=self.scale, layout=self.layout, attention=across
         )

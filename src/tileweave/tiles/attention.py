@@ -15,6 +15,10 @@ In the ring lie K 0, K 1, V 0, K 2, V 1, ...: the order of use, as S of a block 
 before. Blocks of a segment are taken from its end, so that those with a mask come first. The next tile's query comes into
 another buffer meanwhile; a finished tile's O leaves from the buffer that its query came in.
 
+PACKED rows are those of several sequences one behind the other. `bounds` [rows, 2] says of each, counted as `row` is and to
+whole tiles, where what it sees begins and ends in the whole; a segment's offset then says where its first column lies there.
+A block in which some row of a consumer is not to look back so far has a mask as well.
+
 Which tile is next says a counter that all CTAs draw from, so they end together although tiles differ in length; a grid of
 G computing CTAs begins with tiles 0 to G - 1.
 
@@ -70,34 +74,37 @@ class Attention:
     tiles: gl.tensor
     scale: gl.tensor
     group: gl.tensor
+    bounds: gl.tensor  # if PACKED
     CONSUMERS: gl.constexpr
     ROWS: gl.constexpr  # of each
     BN: gl.constexpr  # rows of a block of K and V
     D: gl.constexpr
     TAKE_TURNS: gl.constexpr
     COMM_SMS: gl.constexpr
+    PACKED: gl.constexpr
 
     @gl.constexpr_function
     def __init__(
         self, q_desc, k_desc, v_desc, q_bufs, kv_bufs, numbers, queries, ring, finished, turns, next, tiles, scale,
-        group, CONSUMERS, ROWS, BN, D, TAKE_TURNS, COMM_SMS,
+        group, bounds, CONSUMERS, ROWS, BN, D, TAKE_TURNS, COMM_SMS, PACKED,
     ):  # fmt: skip
         self.q_desc, self.k_desc, self.v_desc = q_desc, k_desc, v_desc
         self.q_bufs, self.kv_bufs, self.numbers = q_bufs, kv_bufs, numbers
         self.queries, self.ring, self.finished, self.turns = queries, ring, finished, turns
-        self.next, self.tiles, self.scale, self.group = next, tiles, scale, group
+        self.next, self.tiles, self.scale, self.group, self.bounds = next, tiles, scale, group, bounds
         self.CONSUMERS, self.ROWS = gl.constexpr(CONSUMERS), gl.constexpr(ROWS)
         self.BN, self.D = gl.constexpr(BN), gl.constexpr(D)
         self.TAKE_TURNS, self.COMM_SMS = gl.constexpr(TAKE_TURNS), gl.constexpr(COMM_SMS)
+        self.PACKED = gl.constexpr(PACKED)
 
 
 @gl.jit
 def make_attention(
-    q_desc, k_desc, v_desc, next, tiles, scale, group, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr,
+    q_desc, k_desc, v_desc, next, tiles, scale, group, bounds, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Allocate buffers and barriers. The last two dimensions of the descriptors' boxes are ROWS x D and BN x D, all others
-    1; STAGES counts blocks of K and of V, at least 3."""
+    1; STAGES counts blocks of K and of V, at least 3. `bounds` is any pointer unless PACKED."""
     DIMS: gl.constexpr = len(q_desc.block_shape)
     KV_DIMS: gl.constexpr = len(k_desc.block_shape)
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFS * CONSUMERS] + q_desc.block_shape, q_desc.layout)
@@ -111,8 +118,9 @@ def make_attention(
         gl.mbarrier_init(turns.index(i), count=1)
     return Attention(
         q_desc, k_desc, v_desc, q_bufs, kv_bufs, numbers, make_channel(Q_BUFS, CONSUMERS),
-        make_channel(STAGES, CONSUMERS), finished, turns, next, tiles, scale, group, CONSUMERS,
+        make_channel(STAGES, CONSUMERS), finished, turns, next, tiles, scale, group, bounds, CONSUMERS,
         q_desc.block_shape[DIMS - 2], k_desc.block_shape[KV_DIMS - 2], q_desc.block_shape[DIMS - 1], TAKE_TURNS, COMM_SMS,
+        PACKED,
     )  # fmt: skip
 
 
@@ -131,79 +139,45 @@ def locate_tile(n, heads, rows, TILE: gl.constexpr, together):
 
 
 @gl.jit
-def one_segment(work, row):
-    """SEGMENTS of a kernel whose K and V lie in one piece."""
-    return 1
+def limit(att, rows, cols, offset):
+    """How many columns of a segment, from its first on, a row sees, or each of several; of PACKED rows those before its
+    end. What is not positive means none."""
+    end = rows + offset + 1
+    if att.PACKED:
+        end = gl.load(att.bounds + 2 * rows + 1) - offset
+    return gl.minimum(end, cols)
+
+
+@gl.jit
+def beginning(att, rows, offset):
+    """The first column of a segment that a PACKED row sees, or each of several; negative where it lies before."""
+    return gl.load(att.bounds + 2 * rows) - offset
+
+
+@gl.jit
+def packed_segment(att, row, position, size):
+    """First row, cols and offset of the segment that a PACKED tile sees of `size` keys, which lie from `position` on in
+    the sequence: from where its first row begins to where its last one ends."""
+    start = gl.maximum(beginning(att, row, position), 0)
+    return start, limit(att, row + att.CONSUMERS * att.ROWS - 1, size, position) - start, position + start
 
 
 @gl.jit
 def seen(att, row, i, cols, offset):
     """How many blocks of the i-th segment a tile takes in: those of which some row sees a column, and one at least of the
     first segment, so that every tile has a first block."""
-    visible = gl.maximum(gl.minimum(cols, row + att.CONSUMERS * att.ROWS + offset), gl.where(i == 0, 1, 0))
+    last = row + att.CONSUMERS * att.ROWS - 1
+    visible = gl.maximum(limit(att, last, cols, offset), gl.where(i == 0, 1, 0))
     return gl.cdiv(visible, att.BN)
 
 
 @gl.jit
 def whole(att, first_row, cols, offset):
-    """How many blocks of a segment the rows from `first_row` on all see whole."""
-    return gl.maximum(gl.minimum(cols, first_row + offset + 1), 0) // att.BN
-
-
-# ---------------------------------------------------------------- defaults of the hooks
-
-
-@gl.jit
-def nothing_before_q(work, batch, head, row, known):
-    """BEFORE_Q of a kernel whose queries are local."""
-    return known == known, known
-
-
-@gl.jit
-def nothing_before_kv(work, batch, head, source, known):
-    """BEFORE_KV of a kernel whose K and V are local."""
-    return known == known, known
-
-
-@gl.jit
-def load_q(work, buf, bar, batch, head, row, there):
-    """LOAD_Q from `q_desc` [batch, heads, rows, D]."""
-    gl.tma_load(work.attention.q_desc, [batch, head, row, 0], bar, buf)
-
-
-@gl.jit
-def load_kv(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there):
-    """LOAD_KV from `k_desc` and `v_desc` [batch, heads of K and V, rows, D]."""
-    att = work.attention
-    if IS_V:
-        gl.tma_load(att.v_desc, [batch, head // att.group, row, 0], bar, buf)
-    else:
-        gl.tma_load(att.k_desc, [batch, head // att.group, row, 0], bar, buf)
-
-
-@gl.jit
-def normalize(work, o, peak, total, MINE: gl.constexpr, batch, head, row, LAYOUT: gl.constexpr):
-    """EPILOGUE: O divided by the sums; 0 for rows that saw nothing."""
-    return o * gl.where(total == 0.0, 0.0, 1.0 / total)[:, None]
-
-
-@gl.jit
-def log_sum_exp(work, peak, total):
-    """Natural logarithm of the sums of exponentials; -inf for rows that saw nothing."""
-    log2 = gl.where(total == 0.0, float("-inf"), peak * work.attention.scale + gl.log2(total))
-    return log2 * 0.6931471805599453
-
-
-@gl.jit
-def nothing_at_the_end(work):
-    """END of a kernel whose results stay where they are."""
-    pass
-
-
-@gl.jit
-def no_communicator(work):
-    """COMMUNICATE of a kernel without communicator CTAs."""
-    pass
+    """How many blocks of a segment a consumer's rows, from `first_row` on, all see whole."""
+    blocks = gl.maximum(limit(att, first_row, cols, offset), 0) // att.BN
+    if att.PACKED:
+        blocks = gl.where(beginning(att, first_row + att.ROWS - 1, offset) > 0, 0, blocks)
+    return blocks
 
 
 # ---------------------------------------------------------------- the loader
@@ -325,9 +299,12 @@ def logits(att, q, at, LS: gl.constexpr):
 def masked(att, s, first_row, first_col, cols, offset, LS: gl.constexpr):
     """S with -inf in the columns, from `first_col` of a segment on, that a row does not see."""
     rows = first_row + gl.arange(0, att.ROWS, gl.SliceLayout(1, LS))
-    limit = gl.minimum(rows + offset + 1, cols) - first_col
+    end = limit(att, rows, cols, offset) - first_col
     columns = gl.arange(0, att.BN, gl.SliceLayout(0, LS))
-    return gl.where(columns[None, :] < limit[:, None], s, float("-inf"))
+    visible = columns[None, :] < end[:, None]
+    if att.PACKED:
+        visible = visible & (columns[None, :] >= (beginning(att, rows, offset) - first_col)[:, None])
+    return gl.where(visible, s, float("-inf"))
 
 
 @gl.jit

@@ -61,6 +61,29 @@ MUTANTS = {
 }  # fmt: skip
 
 
+PACKED = {
+    "looks back beyond the beginning": ([("visible & (columns[None, :] >=", "visible & (columns[None, :] + att.BN >=")], "W"),
+    "takes a block whole that not all rows see": ([("beginning(att, first_row + att.ROWS - 1, offset) > 0", "offset < 0")], "W"),
+    "ends where it begins": ([("att.bounds + 2 * rows + 1)", "att.bounds + 2 * rows)")], "W"),
+    "a segment begins too late": ([("gl.maximum(beginning(att, row, position), 0)", "gl.maximum(beginning(att, row, position) + 1, 0)")], "W"),
+    "another place of the second piece": ([("2 * flags.world - 1 - source) * work.rows", "2 * flags.world - 2 - source) * work.rows")], "RW"),
+    "the other piece's keys": ([("start += piece * work.rows", "start += (1 - piece) * work.rows")], "RW"),
+    "sources that no tile has waited for": ([("if not work.attention.PACKED:", "if True:")], "R"),
+    "only half of the pieces": ([("count *= work.PIECES", "count *= 1")], "W"),
+    # harmless
+    "all keys to everybody": ([("end = work.cols // 2 + (work.attention.BN if work.attention.PACKED else 0)", "end = work.cols")], None),
+    "every block with a mask": ([("beginning(att, first_row + att.ROWS - 1, offset) > 0", "offset == offset")], None),
+}  # fmt: skip
+
+
+def packed_calls():
+    """Three calls of three ranks, in zigzag order, of sequences that end anywhere."""
+    made = [whole(1, 4, 2, 3 * 100, 64, dtype=torch.bfloat16, seed=i) for i in range(3)]
+    ends = [0, 40, 170], [0, 1, 120, 121, 121, 230], [0]
+    kw = dict(causal=True, placement="zigzag", plan=plan((64, 16, 64), comm_sms=2))
+    return [[(x, dict(kw, cu_seqlens=torch.tensor([*e, 300]).int())) for x, e in zip(made, ends, strict=True)]]
+
+
 def calls():
     """Three calls of three ranks: two blocks of a head or two, by two communicators; of zigzag and of contiguous shards."""
     found = []
@@ -75,3 +98,10 @@ def test_an_edit_is_judged_rightly(name, monkeypatch, tmp_path):
     edits, expected = MUTANTS[name]
     put_edited(NAME, edits, monkeypatch, tmp_path)
     judge(NAME, calls(), expected)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_an_edit_of_what_packed_rows_see_is_judged_rightly(name, monkeypatch, tmp_path):
+    edits, expected = PACKED[name]
+    put_edited(NAME, edits, monkeypatch, tmp_path)
+    judge(NAME, packed_calls(), expected)

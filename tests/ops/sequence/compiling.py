@@ -39,13 +39,18 @@ def multiplying_loops(sass) -> list[tuple[int, int]]:
     return [(sum("HGMMA" in x for x in b), sum(bool(re.search(r"\b(STL|LDL)", x)) for x in b)) for b in inner]
 
 
-def compiled(op, world=4, rows=1000, dim=128, dtype="bfloat16", causal=False, layout="bhsd", placement=None) -> dict:
+def compiled(
+    op, world=4, rows=1000, dim=128, dtype="bfloat16", causal=False, layout="bhsd", placement=None, packed=False
+) -> dict:
     """One variant."""
     fabric, kind, found = CompilingFabric(world), getattr(torch, dtype), []
-    q, k, v = (meta(2, *((h, rows) if layout == "bhsd" else (rows, h)), dim, dtype=kind) for h in (32, 8, 8))
+    cu_seqlens = meta(9, dtype=torch.int32) if packed else None
+    q, k, v = (
+        meta(1 if packed else 2, *((h, rows) if layout == "bhsd" else (rows, h)), dim, dtype=kind) for h in (32, 8, 8)
+    )
     check, launch = (importlib.import_module(f"tileweave.ops.{op}.{name}") for name in ("check", "launch"))
     more = [placement or "contiguous"] if op == "ring_attention" else []
-    call, route = check.settle(Site.of(fabric), *likes(q, k, v), causal, None, layout, *more, None)
+    call, route = check.settle(Site.of(fabric), *likes(q, k, v, cu_seqlens), causal, None, layout, *more, None)
     disassembled = compiler._disassembled
 
     def kept(cubin):
@@ -54,7 +59,7 @@ def compiled(op, world=4, rows=1000, dim=128, dtype="bfloat16", causal=False, la
         return usage, sass
 
     with mock.patch.object(compiler, "_disassembled", kept):
-        launch.fused(fabric, call, q, k, v, route.plan)
+        launch.fused(fabric, call, q, k, v, route.plan, cu_seqlens)
     return {**fabric.reports[-1], "loops": found}
 
 

@@ -13,24 +13,25 @@ KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 
 
 def put_edited(op, edits, monkeypatch, folder):
-    """Edits are (old, new); an old text must occur exactly once, in the kernel or in what such kernels share.
+    """Edits are (old, new); an old text must occur exactly once: in the kernel, the template, or what they share.
 
     `folder`: where the copies are written.
     """
-    paths = {"tileweave.tiles.exchange": "tiles/exchange.py", "kernel": f"ops/{op}/kernel.py"}
+    paths = {"attention": "tiles/attention.py", "exchange": "tiles/exchange.py", "kernel": f"ops/{op}/kernel.py"}
     texts = {name: (SOURCES / path).read_text() for name, path in paths.items()}
     for old, new in edits:
         count = sum(text.count(old) for text in texts.values())
         assert count == 1, f"the text to edit occurs {count} times: {old!r}"
         texts = {name: text.replace(old, new) for name, text in texts.items()}
-    shared = f"mutant_{folder.name}_exchange"
-    texts["kernel"] = texts["kernel"].replace("from tileweave.tiles.exchange import", f"from {shared} import")
-    for name, text in ((shared, texts["tileweave.tiles.exchange"]), (f"mutant_{folder.name}_{op}", texts["kernel"])):
-        target = folder / f"{name}.py"
+    for name, text in texts.items():
+        module_name = f"mutant_{folder.name}_{name}"
+        for shared in ("attention", "exchange"):
+            text = text.replace(f"from tileweave.tiles.{shared} import", f"from mutant_{folder.name}_{shared} import")
+        target = folder / f"{module_name}.py"
         target.write_text(text)
-        spec = importlib.util.spec_from_file_location(name, target)
+        spec = importlib.util.spec_from_file_location(module_name, target)
         module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(sys.modules, module_name, module)
         spec.loader.exec_module(module)
     monkeypatch.setattr(f"tileweave.ops.{op}.launch.{op}_kernel", getattr(module, f"{op}_kernel"))
 

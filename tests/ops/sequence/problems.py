@@ -67,11 +67,11 @@ def as_function(world, op, **options):
     return Whole.apply
 
 
-def truth(tensors, *, causal=False, scale=None, grads=False, return_lse=False, **_):
+def truth(tensors, *, causal=False, scale=None, cu_seqlens=None, grads=False, return_lse=False, **_):
     """The same of one process, in float32 at least."""
     q, k, v, weights = (x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in tensors)
     inputs = [x.requires_grad_(grads) for x in (q, k, v)]
-    out, lse = reference(*inputs, causal, scale)
+    out, lse = reference(*inputs, causal, scale, cu_seqlens)
     found = torch.autograd.grad((out * weights).sum(), inputs) if grads else []
     return [out.detach(), *([lse.detach()] if return_lse else []), *found]
 

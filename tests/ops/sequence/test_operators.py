@@ -31,7 +31,7 @@ def test_opcheck_in_a_world_of_one_and_in_an_emulated_world(name):
 
     def check(rank, group):
         q, k, v, _ = (x.requires_grad_() for x in whole(1, 4, 2, 4, 8, seed=rank))
-        torch.library.opcheck(operator, (q, k, v, group_name(group), True, None, "bhsd", *more, ""))
+        torch.library.opcheck(operator, (q, k, v, None, group_name(group), True, None, "bhsd", *more, ""))
 
     check(0, None)
     with tw.virtual_world(2, device="cpu") as w:
@@ -42,12 +42,12 @@ def test_fake_tensors_have_the_results_shapes_and_raise_the_same_errors():
     with tw.virtual_world(4, device="cpu") as w, FakeTensorMode():
         name = w.run(lambda rank, group: group_name(group))[0]
         q, k = torch.empty(2, 6, 8, 16, dtype=torch.half), torch.empty(2, 6, 4, 16, dtype=torch.half)
-        out, lse = RING(q, k, k, name, True, None, "bshd", "zigzag", "")
+        out, lse = RING(q, k, k, None, name, True, None, "bshd", "zigzag", "")
         assert (out.shape, out.dtype, lse.shape, lse.dtype) == (q.shape, q.dtype, (2, 8, 6), torch.float32)
-        out, lse = ULYSSES(q, k, k, name, True, None, "bshd", "")
+        out, lse = ULYSSES(q, k, k, None, name, True, None, "bshd", "")
         assert (out.shape, lse.shape) == (q.shape, (2, 2, 24))
         with pytest.raises(ValueError, match="6 heads, not divisible by the world size 4"):
-            ULYSSES(q, k, k, name, False, None, "bhsd", "")
+            ULYSSES(q, k, k, None, name, False, None, "bhsd", "")
 
 
 @pytest.mark.parametrize("name", OPS)

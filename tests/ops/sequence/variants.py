@@ -8,7 +8,9 @@ VARIANTS = {
     "ring, eight ranks, D 64": dict(RING, world=8, dim=64),
     "ring, D 256": dict(RING, dim=256),
     "ring, one rank, few rows": dict(RING, world=1, rows=40),
+    "ring, zigzag, packed": dict(RING, causal=True, placement="zigzag", packed=True),
     "Ulysses, causal": dict(ULYSSES, causal=True),
     "Ulysses, eight ranks, D 64, bshd, fp16": dict(ULYSSES, world=8, dim=64, dtype="float16", layout="bshd"),
+    "Ulysses, packed, D 64": dict(ULYSSES, dim=64, packed=True),
     "Ulysses, few rows": dict(ULYSSES, rows=40),
 }

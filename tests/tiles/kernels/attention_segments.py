@@ -1,17 +1,13 @@
 """Attention whose K and V come from several sources, as those of a ring do: what a kernel adds to the template for that."""
 
 from tileweave import lang as gl
-from tileweave.tiles.attention import (
-    NO_MASK,
-    Attention,
+from tileweave.tiles.attention import NO_MASK, Attention, locate_tile, make_attention, run_attention
+from tileweave.tiles.attention_hooks import (
     load_q,
-    locate_tile,
-    make_attention,
     no_communicator,
     normalize,
     nothing_at_the_end,
     nothing_before_q,
-    run_attention,
 )
 
 
@@ -82,7 +78,7 @@ def segments_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Rank's rows [1, heads, rows, D] of causal attention over a sequence of WORLD shards."""
-    att = make_attention(q_desc, k_desc, v_desc, next, tiles, scale, group, CONSUMERS, STAGES, 2, False, 0)
+    att = make_attention(q_desc, k_desc, v_desc, next, tiles, scale, group, next, CONSUMERS, STAGES, 2, False, 0, False)
     work = Work(att, out_desc, rows, cols, rank, absent, WORLD)
     run_attention(
         work, locate, segments, segment, nothing_before_q, load_q, before_kv, load_kv, normalize, store,

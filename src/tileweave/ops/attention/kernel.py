@@ -6,20 +6,17 @@
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.attention import (
-    Attention,
+from tileweave.tiles.attention import Attention, locate_tile, make_attention, run_attention
+from tileweave.tiles.attention_hooks import (
     load_kv,
     load_q,
-    locate_tile,
     log_sum_exp,
-    make_attention,
     no_communicator,
     normalize,
     nothing_at_the_end,
     nothing_before_kv,
     nothing_before_q,
     one_segment,
-    run_attention,
 )
 
 
@@ -86,7 +83,9 @@ def attention_kernel(
     scale has log2(e) in it; row i sees the first min(cols, i + offset + 1) columns. Grid: co-resident CTAs, one per SM.
     """
     gl.grid_dependency_wait()
-    att = make_attention(q_desc, k_desc, v_desc, next, tiles, scale, group, CONSUMERS, STAGES, Q_BUFS, TAKE_TURNS, 0)
+    att = make_attention(
+        q_desc, k_desc, v_desc, next, tiles, scale, group, next, CONSUMERS, STAGES, Q_BUFS, TAKE_TURNS, 0, False
+    )  # fmt: skip
     work = Work(att, out_desc, lse, heads, batch_heads, rows, cols, offset, together, HAS_LSE)
     run_attention(
         work, locate, one_segment, segment, nothing_before_q, load_q, nothing_before_kv, load_kv, epilogue, store,

@@ -1,5 +1,6 @@
 """ring_attention: its contract, the path of a call, and what each rank's queries see of each rank's keys."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -8,8 +9,9 @@ import torch
 
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.contract import Shape, check_shape, unfusable
+from tileweave.ops.sequence.contract import Shape, check_packed, check_shape, unfusable
 from tileweave.ops.sequence.contract import check_kinds as check_tensors
+from tileweave.ops.sequence.packed import Block, blocks_between
 from tileweave.ops.sequence.placement import PLACEMENTS, pieces
 from tileweave.planner import H200, Plan
 from tileweave.planner.attention import Problem, padded_dim, plan_for, unsupported
@@ -27,6 +29,7 @@ class Call:
     scale: float
     layout: str
     placement: str
+    packed: bool
 
 
 class Agreement(NamedTuple):
@@ -39,41 +42,59 @@ class Agreement(NamedTuple):
         c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
         return (
             f"{NAME} of {c.shape} {c.dtype}, causal={c.causal}, scale={c.scale}, layout={c.layout!r}, "
-            f"placement={c.placement!r}, {plan}"
+            f"placement={c.placement!r}, packed={c.packed}, {plan}"
         )
 
 
-class Block(NamedTuple):
-    """A part of the scores that is computed at once: queries from row `first` on, keys up to `end`; `diagonal`: row i
-    of them sees keys up to i."""
-
-    first: int
-    end: int
-    diagonal: bool
-
-
-def block_of(call: Call, rank: int, source: int) -> Block | None:
-    """What the queries of `rank` see of the keys of `source`; None if nothing."""
-    rows, keys = call.shape.rows, call.shape.kv_rows
-    if not call.causal:
-        return Block(0, keys, False)
-    if source == rank:
-        return Block(0, keys, True)  # a rank's pieces follow each other in the sequence too
+def runs_of(call: Call, world: int, rank: int) -> list[int]:
+    """Where the pieces of a rank begin in the whole sequence."""
     if call.placement == "contiguous":
-        return Block(0, keys, False) if source < rank else None
-    # zigzag: of an earlier rank's keys the first half lies before all queries, the other behind them; those of a later
-    # rank lie between the two halves of the queries
-    return Block(0, keys // 2, False) if source < rank else Block(rows // 2, keys, False)
+        return [rank * call.shape.rows]
+    return [piece * (call.shape.rows // 2) for piece in (rank, 2 * world - 1 - rank)]
 
 
-def check_kinds(q: Any, k: Any, v: Any, causal: Any, scale: Any, plan: Any, return_lse: Any = False) -> None:
+def blocks_of(call: Call, world: int, rank: int, source: int, ends: Sequence[int] | None) -> Iterator[Block]:
+    """What the queries of `rank` see of the keys of `source`, in blocks; `ends`: the values of cu_seqlens."""
+    rows, keys = call.shape.rows, call.shape.kv_rows
+    everything = slice(0, rows), slice(0, keys)
+    if ends is not None:
+        size = rows // pieces(call.placement)
+        for i, first in enumerate(runs_of(call, world, rank)):
+            for j, keys_first in enumerate(runs_of(call, world, source)):
+                for block in blocks_between(ends, first, keys_first, size, call.causal):
+                    yield Block(shifted(block.rows, i * size), shifted(block.cols, j * size), block.diagonal)
+    elif not call.causal:
+        yield Block(*everything, False)
+    elif source == rank:
+        yield Block(*everything, True)  # a rank's pieces follow each other in the sequence too
+    elif call.placement == "contiguous":
+        if source < rank:
+            yield Block(*everything, False)
+    elif source < rank:
+        # zigzag: of an earlier rank's keys the first half lies before all queries, the other behind them; those of a
+        # later rank lie between the two halves of the queries
+        yield Block(slice(0, rows), slice(0, keys // 2), False)
+    else:
+        yield Block(slice(rows // 2, rows), slice(0, keys), False)
+
+
+def shifted(part: slice, by: int) -> slice:
+    """The slice `by` elements on."""
+    return slice(part.start + by, part.stop + by)
+
+
+def check_kinds(
+    q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any, scale: Any, plan: Any, return_lse: Any = False
+) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    check_tensors(NAME, q, k, v, causal, scale, plan)
+    check_tensors(NAME, q, k, v, cu_seqlens, causal, scale, plan)
     if not isinstance(return_lse, bool):
         raise TypeError(f"{NAME}: return_lse must be True or False, got {return_lse!r}")
 
 
-def check(q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str, placement: str) -> Call:
+def check(
+    q: Like, k: Like, v: Like, cu_seqlens: Like | None, causal: bool, scale: float | None, layout: str, placement: str
+) -> Call:
     """Hold the operator's arguments to the contract; ValueError if they break it."""
     shape = check_shape(NAME, q, k, v, causal, scale, layout)
     if placement not in PLACEMENTS:
@@ -83,16 +104,19 @@ def check(q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: 
             f"{NAME}: with placement='zigzag' a rank has two equal pieces of the sequence, but q has {shape.rows} "
             f"tokens and k {shape.kv_rows}; even numbers would do"
         )
-    return Call(shape, q.dtype, causal, shape.dim**-0.5 if scale is None else float(scale), layout, placement)
+    if cu_seqlens is not None:
+        check_packed(NAME, cu_seqlens, q, shape)
+    scale = shape.dim**-0.5 if scale is None else float(scale)
+    return Call(shape, q.dtype, causal, scale, layout, placement, cu_seqlens is not None)
 
 
 @lru_cache(maxsize=4096)
 def settle(
-    site: Site, q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str, placement: str,
-    plan: Plan | None,
+    site: Site, q: Like, k: Like, v: Like, cu_seqlens: Like | None, causal: bool, scale: float | None, layout: str,
+    placement: str, plan: Plan | None,
 ) -> tuple[Call, Route]:  # fmt: skip
     """`check`, then `choose`; remembered."""
-    call = check(q, k, v, causal, scale, layout, placement)
+    call = check(q, k, v, cu_seqlens, causal, scale, layout, placement)
     return call, choose(site, call, q.device, plan)
 
 

@@ -26,17 +26,13 @@ A wait that times out makes the loader load K from beyond the slot, which TMA fi
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.attention import (
-    NO_MASK,
-    Attention,
+from tileweave.tiles.attention import NO_MASK, Attention, locate_tile, make_attention, packed_segment, run_attention
+from tileweave.tiles.attention_hooks import (
     load_kv,
-    locate_tile,
     log_sum_exp,
-    make_attention,
     no_communicator,
     normalize,
     nothing_before_q,
-    run_attention,
 )
 from tileweave.tiles.communicator import send_blocks
 from tileweave.tiles.exchange import NEXT, Sender, finish, moved, raise_flag
@@ -132,37 +128,48 @@ def store(work, batch, head, row, buf):
 
 @gl.jit
 def segments(work, row):
-    """Ranks of whose keys a tile sees some: of a causal first piece the earlier ones."""
-    last = work.flags.rank * 0 + work.flags.world - 1
-    if work.CAUSAL:
-        last = gl.where(row < work.padded, work.flags.rank, last)
-    return last + 1
+    """Ranks of whose keys a tile sees some: of a causal first piece the earlier ones. PACKED: pieces of all ranks."""
+    count = work.flags.rank * 0 + work.flags.world
+    if work.attention.PACKED:
+        count *= work.PIECES
+    elif work.CAUSAL:
+        count = gl.where(row < work.padded, work.flags.rank + 1, count)
+    return count
 
 
 @gl.jit
 def segment(work, row, i):
-    """The i-th rank that a tile attends to, and what it sees of its keys."""
-    source = (work.flags.rank + work.flags.world - i) % work.flags.world
-    cols, offset = work.cols, work.cols * 0 + NO_MASK
-    if work.CAUSAL:
-        piece, first_row = in_piece(work, row)
+    """The i-th rank that a tile attends to, and what it sees of its keys; PACKED: of its own piece of them, or the other."""
+    flags, att = work.flags, work.attention
+    source = (flags.rank + flags.world - i) % flags.world
+    start, cols, offset = row * 0, work.cols, work.cols * 0 + NO_MASK
+    piece, _ = in_piece(work, row)
+    if att.PACKED:
+        source = (flags.rank + flags.world - i // work.PIECES) % flags.world
+        piece = (piece + i) % work.PIECES
+        position = gl.where(piece == 0, source, 2 * flags.world - 1 - source) * work.rows
+        start, cols, offset = packed_segment(att, row, position, work.rows)
+        start += piece * work.rows
+    elif work.CAUSAL:
         own = piece * (work.rows - work.padded)  # rows of the second piece without the padding of the first
-        offset = gl.where(source == work.flags.rank, own, offset)
-        cols = gl.where(source < work.flags.rank, cols // work.PIECES, cols)
-    return source, 0, cols, offset
+        offset = gl.where(source == flags.rank, own, offset)
+        cols = gl.where(source < flags.rank, cols // work.PIECES, cols)
+    return source, start, cols, offset
 
 
 @gl.jit
 def before_kv(work, batch, head, source, known):
-    """Loader: wait for a source's keys of the head's block. `known`: blocks of which those of all sources have come."""
+    """Loader: wait for a source's keys of the head's block. `known`: blocks of which those of all sources have come;
+    PACKED tiles skip some."""
     flags = work.flags
     block = (batch * work.kv_heads + head // work.attention.group) // work.height
     there = known == known
     if (source != flags.rank) & (known <= block):
         there = gl.wait(flags, block * flags.world + source, work.epoch)
         gl.fence_proxy_async()
-        if there & (source == (0 if work.CAUSAL and work.PIECES == 1 else (flags.rank + 1) % flags.world)):
-            known = block + 1
+        if not work.attention.PACKED:
+            if there & (source == (0 if work.CAUSAL and work.PIECES == 1 else (flags.rank + 1) % flags.world)):
+                known = block + 1
     return there, known
 
 
@@ -201,7 +208,8 @@ def item(work, block, i):
     row = t // 2 % high * work.attention.BN
     nothing = t // 2 // high >= work.height
     if work.CAUSAL and work.PIECES == 2:
-        nothing = nothing | ((receiver(work, block) > work.flags.rank) & (row >= work.cols // 2))
+        end = work.cols // 2 + (work.attention.BN if work.attention.PACKED else 0)  # PACKED: blocks begin at any row
+        nothing = nothing | ((receiver(work, block) > work.flags.rank) & (row >= end))
     return t % 2, block // reach(work) * work.height + t // 2 // high, gl.where(nothing, work.cols, row)
 
 
@@ -261,17 +269,18 @@ def communicate(work):
     "together", "blocks", "height", "share", "ends",
 ])  # fmt: skip
 def ring_attention_kernel(
-    rank, q_desc, k_desc, v_desc, out_desc, lse, k_slots_desc, v_slots_desc, flags_ptr, flags_stride, state, timeout_us,
-    tiles, scale, heads, kv_heads, batch_heads, group, rows, padded, cols, together, blocks, height, share, ends,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, PIECES: gl.constexpr, FLAGS: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr,
+    rank, q_desc, k_desc, v_desc, out_desc, lse, bounds, k_slots_desc, v_slots_desc, flags_ptr, flags_stride, state,
+    timeout_us, tiles, scale, heads, kv_heads, batch_heads, group, rows, padded, cols, together, blocks, height, share, ends,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, PIECES: gl.constexpr, FLAGS: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
     """softmax(scale * q K^T, masked) V, of q [batch, heads, PIECES, rows, D] and the k, v [batch, kv_heads, cols, D] of all
-    ranks. scale has log2(e) in it. Grid: co-resident CTAs, one per SM."""
+    ranks. scale has log2(e) in it; bounds: those of PACKED rows, as the template has them. Grid: co-resident CTAs, one per SM."""
     gl.grid_dependency_wait()
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     att = make_attention(
-        q_desc, k_desc, v_desc, state + NEXT, tiles, scale, group, CONSUMERS, STAGES, Q_BUFS, TAKE_TURNS, COMM_SMS
+        q_desc, k_desc, v_desc, state + NEXT, tiles, scale, group, bounds, CONSUMERS, STAGES, Q_BUFS, TAKE_TURNS, COMM_SMS,
+        PACKED,
     )  # fmt: skip
     work = Work(
         att, Sender(att.ring, state, COMM_SMS), flags, out_desc, k_slots_desc, v_slots_desc, lse, heads, kv_heads,

@@ -9,10 +9,11 @@ import torch
 from tileweave.fabric import MAX_RANKS, Fabric, Variant
 from tileweave.ops.attention.launch import as_heads
 from tileweave.ops.descriptors import Box
-from tileweave.ops.ring_attention.check import NAME, Call, block_of
+from tileweave.ops.ring_attention.check import NAME, Call, blocks_of, runs_of
 from tileweave.ops.ring_attention.kernel import ring_attention_kernel
 from tileweave.ops.sequence.contract import heads_first, lse_dtype
 from tileweave.ops.sequence.local import attend, attend_backward, merge
+from tileweave.ops.sequence.packed import in_tiles, row_bounds
 from tileweave.ops.sequence.placement import pieces
 from tileweave.ops.sequence.tensors import in_pieces, place_bytes, slots
 from tileweave.ops.sequence.travel import traveller
@@ -33,13 +34,14 @@ class Prepared:
     k: Box
     v: Box
     out: Box
+    positions: torch.Tensor | None  # of a packed call: of the rows, in whole tiles, in the sequence
     slots: tuple
     grid: int
     tail: tuple
     variant: Variant = field(default_factory=Variant)
 
     def launch(
-        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch on the current stream; returns (out, lse). What TMA cannot address is copied."""
         s, out = self.call.shape, torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -47,19 +49,28 @@ class Prepared:
         q_desc, k_desc, v_desc = (
             box.at(as_heads(x, self.call.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))
         )
-        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, *self.slots, *self.tail)
+        bounds = lse  # any pointer
+        if cu_seqlens is not None and self.positions is not None:
+            bounds = row_bounds(cu_seqlens, self.positions, self.call.causal)
+        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, bounds, *self.slots, *self.tail)
         fabric.launch(ring_attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return out, lse
 
 
 def fused(
-    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+    fabric: Fabric,
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], Prepared]:
     """Launch the kernel on the current stream. Returns (out, lse), and what to use for later calls of the kind."""
     given = q, k, v
     q, k, v = (as_heads(x, call.layout) for x in given)
     prepared = prepare(fabric, call, q, k, v, plan)
-    return prepared.launch(fabric, *given), prepared
+    return prepared.launch(fabric, *given, cu_seqlens), prepared
 
 
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
@@ -81,7 +92,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         s.kv_heads, s.batch * s.heads, group, rows, padded, s.kv_rows, together,
         math.ceil(kv_batch_heads / height), height, math.ceil(2 * high * height / max(plan.comm_sms, 1)),
         computing * consumers + plan.comm_sms,
-        world, call.causal, parts, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
+        world, call.causal, call.packed, parts, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
     )  # fmt: skip
     query, key = (1, 1, 1, ROWS, dim), (1, 1, keys, dim)
     out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
@@ -91,6 +102,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         Box(k, key),
         Box(v, key),
         Box(in_pieces(out, parts), query),
+        in_tiles(runs_of(call, world, fabric.rank), rows, padded, q.device) if call.packed else None,
         _slots(slots(channel.staging, 2 * world, shapes, call.dtype) if world > 1 else [k[None], v[None]], key),
         computing + plan.comm_sms,
         tail,
@@ -111,18 +123,17 @@ def nothing(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unfused(
-    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Sequence[int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fallback: (out in the layout of q, lse). Keys and values travel while those at hand are used. Collective."""
+    """The fallback: (out in the layout of q, lse). Keys and values travel while those at hand are used. `ends`: the
+    values of cu_seqlens. Collective."""
     q, keys = heads_first(q, call.layout).contiguous(), _stacked(call, k, v)
     wide = lse_dtype(q.dtype)
     out = torch.zeros_like(q, dtype=wide)
     lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
     for source, (k, v) in traveller(fabric).blocks(keys):
-        block = block_of(call, fabric.rank, source)
-        if block is not None:
-            rows, cols = slice(block.first, None), slice(block.end)
-            some = attend(q[:, :, rows], k[:, :, cols], v[:, :, cols], block.diagonal, call.scale)
+        for rows, cols, diagonal in blocks_of(call, fabric.world_size, fabric.rank, source, ends):
+            some = attend(q[:, :, rows], k[:, :, cols], v[:, :, cols], diagonal, call.scale)
             merge(out[:, :, rows], lse[:, :, rows], *some)
     return heads_first(out.to(q.dtype), call.layout).contiguous(), lse
 
@@ -136,6 +147,7 @@ def unfused_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    ends: Sequence[int] | None,
 ) -> Tensors:
     """Gradients of q, k and v. Keys and values go round once more, and their gradients with them, in float32, until
     they are home. Collective."""
@@ -147,15 +159,14 @@ def unfused_backward(
     def parts() -> Iterator[tuple[int, torch.Tensor]]:
         for source, (k, v) in travels.blocks(keys):
             part = torch.zeros_like(keys, dtype=wide)
-            block = block_of(call, fabric.rank, source)
-            if block is not None:
-                rows, cols = slice(block.first, None), slice(block.end)
+            for rows, cols, diagonal in blocks_of(call, fabric.world_size, fabric.rank, source, ends):
                 dq, dk, dv = attend_backward(
                     grad[:, :, rows], q[:, :, rows], k[:, :, cols], v[:, :, cols], out[:, :, rows], lse[:, :, rows],
-                    block.diagonal, call.scale,
+                    diagonal, call.scale,
                 )  # fmt: skip
                 grad_q[:, :, rows] += dq
-                part[0, :, :, cols], part[1, :, :, cols] = dk, dv
+                part[0, :, :, cols] += dk
+                part[1, :, :, cols] += dv
             yield source, part
 
     grads = (grad_q, *travels.sum_home(parts()))

@@ -17,6 +17,7 @@ def ring_attention(
     v: torch.Tensor,
     group=None,
     *,
+    cu_seqlens: torch.Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -33,6 +34,10 @@ def ring_attention(
             T / world tokens. T may differ from S unless `causal`.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
             virtual world, else torch.distributed's WORLD, else a world of one.
+        cu_seqlens: of several sequences packed one behind the other, in a batch of one: int32 `[n + 1]` on q's device,
+            the same on every rank, from 0 to the length of the whole: sequence i is the tokens `cu_seqlens[i]` to
+            `cu_seqlens[i + 1] - 1`, which see each other only. A rank has its shard of the whole, as without, and k as
+            many tokens as q. On a GPU the values are trusted except in debug mode, as reading them would wait for it.
         causal: a token sees those up to itself in the whole sequence.
         scale: of the scores before the softmax; None: 1 / sqrt(D).
         layout: of q, k, v and the result.
@@ -58,7 +63,8 @@ def ring_attention(
 
     - Gradients of q, k and v exist, none through lse. The backward pass is a collective, so every rank must run it, and
       on all or none some input must require a gradient. Keys and values go round once more and their gradients, in
-      float32, with them; the local part is PyTorch's flash or cuDNN kernel on CUDA. No second derivatives.
+      float32, with them; the local part is PyTorch's flash or cuDNN kernel on CUDA, a launch for each packed sequence,
+      whose ends the host waits for. No second derivatives.
     - torch.compile traces it without a graph break, whatever the kind of `group`.
     - A CUDA graph can hold it once it has been called with the same arguments but for the data.
     - Under torch.autocast inputs are cast as those of scaled_dot_product_attention.
@@ -70,19 +76,20 @@ def ring_attention(
         FabricTimeout: a peer did not take part within the group's timeout.
     """
     options = causal, scale, layout, placement
-    check_kinds(q, k, v, causal, scale, plan, return_lse)
-    if is_plain(q, k, v):
-        out, lse = run(fabric_of(group, q.device), q, k, v, *options, plan)
+    check_kinds(q, k, v, cu_seqlens, causal, scale, plan, return_lse)
+    if is_plain(q, k, v, cu_seqlens):
+        out, lse = run(fabric_of(group, q.device), q, k, v, cu_seqlens, *options, plan)
     else:
         text = "" if plan is None else plan.to_json()
-        out, lse = OPERATOR(q, k, v, group_name(group), *options, text)
+        out, lse = OPERATOR(q, k, v, cu_seqlens, group_name(group), *options, text)
     return (out, lse) if return_lse else out
 
 
 def route(
-    q, k, v, group=None, *, causal=False, scale=None, layout="bhsd", placement="contiguous", return_lse=False, plan=None
-) -> Route:
+    q, k, v, group=None, *, cu_seqlens=None, causal=False, scale=None, layout="bhsd", placement="contiguous",
+    return_lse=False, plan=None,
+) -> Route:  # fmt: skip
     """What `ring_attention` would do with these arguments; launches nothing, raises what it would raise."""
-    check_kinds(q, k, v, causal, scale, plan, return_lse)
-    like = Like.autocast(q), Like.autocast(k), Like.autocast(v)
+    check_kinds(q, k, v, cu_seqlens, causal, scale, plan, return_lse)
+    like = Like.autocast(q), Like.autocast(k), Like.autocast(v), Like.of(cu_seqlens)
     return settle(Site.of(fabric_of(group, q.device)), *like, causal, scale, layout, placement, plan)[1]

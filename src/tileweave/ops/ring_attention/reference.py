@@ -4,11 +4,17 @@ import torch
 
 
 def reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [B, H, S, D], lse [B, H, S]) in float32 (float64 of float64) of a whole sequence on one device.
 
-    q [B, H, S, D], k and v [B, G, T, D], H a multiple of G; causal: row i sees columns up to i, and S = T. lse is the
+    q [B, H, S, D], k and v [B, G, T, D], H a multiple of G; causal: row i sees columns up to i, and S = T;
+    cu_seqlens: rows and columns of one packed sequence see each other only, and S = T. lse is the
     natural log of the sum of the exponentials; a row without columns has out 0 and lse -inf. Differentiable.
     """
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -17,5 +23,9 @@ def reference(
     scores = q @ k.mT * (q.shape[3] ** -0.5 if scale is None else scale)
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    if cu_seqlens is not None:
+        tokens = torch.arange(q.shape[2], device=q.device)
+        number = torch.searchsorted(cu_seqlens, tokens, right=True)
+        scores = scores.masked_fill(number[:, None] != number, float("-inf"))
     lse = scores.logsumexp(-1)
     return torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1)) @ v, lse

@@ -47,25 +47,48 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def likes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Like, Like, Like]:
-    """What the contract says of the three."""
+def likes(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+) -> tuple[Like, Like, Like, Like | None]:
+    """What the contract says of the operands."""
     q_like, k_like, v_like = (Like(x.shape, x.dtype, x.device) for x in (q, k, v))
-    return q_like, k_like, v_like
+    return q_like, k_like, v_like, Like.of(cu_seqlens)
 
 
-def check_kinds(name: str, q: Any, k: Any, v: Any, causal: Any, scale: Any, plan: Any) -> None:
+def check_kinds(name: str, q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any, scale: Any, plan: Any) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check_shape`."""
     for word, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: {word} must be a torch.Tensor, got {type(x).__name__}")
         if x.layout != torch.strided:
             raise TypeError(f"{name}: {word} must be a dense tensor, got {x.layout}; {word}.to_dense() would be")
+    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+        raise TypeError(f"{name}: cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
     if not isinstance(causal, bool):
         raise TypeError(f"{name}: causal must be True or False, got {causal!r}")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"{name}: scale must be a float or None, got {scale!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"{name}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+
+
+def check_packed(name: str, cu_seqlens: Like, q: Like, shape: Shape) -> None:
+    """ValueError unless q, k and v of this shape may be packed sequences whose ends `cu_seqlens` says."""
+    if cu_seqlens.dtype != torch.int32 or len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{name}: cu_seqlens must be int32 with one element more than there are sequences, two at least, got "
+            f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != q.device:
+        raise ValueError(
+            f"{name}: q is on {q.device} and cu_seqlens on {cu_seqlens.device}: they must be on one device"
+        )
+    if shape.batch != 1:
+        raise ValueError(f"{name}: with cu_seqlens all sequences lie in one batch, got {shape.batch}")
+    if shape.rows != shape.kv_rows:
+        raise ValueError(
+            f"{name}: with cu_seqlens q and k must have equally many tokens, got {shape.rows} and {shape.kv_rows}"
+        )
 
 
 def check_shape(name: str, q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str) -> Shape:

@@ -9,7 +9,7 @@ import torch
 from tileweave.fabric import MAX_RANKS
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.contract import Shape, check_shape, unfusable
+from tileweave.ops.sequence.contract import Shape, check_packed, check_shape, unfusable
 from tileweave.ops.sequence.contract import check_kinds as check_tensors
 from tileweave.planner import H200, Plan
 from tileweave.planner.attention import ROWS, Problem, padded_dim, plan_for, unsupported
@@ -27,6 +27,7 @@ class Call:
     scale: float
     layout: str
     world: int
+    packed: bool
 
     @property
     def copies(self) -> int:
@@ -42,21 +43,32 @@ class Agreement(NamedTuple):
 
     def __str__(self) -> str:
         c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
-        return f"{NAME} of {c.shape} {c.dtype}, causal={c.causal}, scale={c.scale}, layout={c.layout!r}, {plan}"
+        return (
+            f"{NAME} of {c.shape} {c.dtype}, causal={c.causal}, scale={c.scale}, layout={c.layout!r}, "
+            f"packed={c.packed}, {plan}"
+        )
 
 
-def check_kinds(q: Any, k: Any, v: Any, causal: Any, scale: Any, plan: Any, attention: Any = None) -> None:
+def check_kinds(
+    q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any, scale: Any, plan: Any, attention: Any = None
+) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    check_tensors(NAME, q, k, v, causal, scale, plan)
+    check_tensors(NAME, q, k, v, cu_seqlens, causal, scale, plan)
     if attention is None:
         return
     if not callable(attention):
         raise TypeError(f"{NAME}: attention must be callable or None, got {type(attention).__name__}")
     if plan is not None:
         raise ValueError(f"{NAME}: plan is for the library's own attention: leave it out where `attention` is given")
+    if cu_seqlens is not None:
+        raise ValueError(
+            f"{NAME}: cu_seqlens is for the library's own attention: let `attention` know of the sequences by itself"
+        )
 
 
-def check(world: int, q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str) -> Call:
+def check(
+    world: int, q: Like, k: Like, v: Like, cu_seqlens: Like | None, causal: bool, scale: float | None, layout: str
+) -> Call:
     """Hold the operator's arguments to the contract, in a group of `world` ranks; ValueError if they break it."""
     shape = check_shape(NAME, q, k, v, causal, scale, layout)
     if shape.heads % world:
@@ -69,15 +81,26 @@ def check(world: int, q: Like, k: Like, v: Like, causal: bool, scale: float | No
         raise ValueError(
             f"{NAME}: k and v have {shape.kv_heads} heads in a world of {world}: one must be a multiple of the other"
         )
-    return Call(shape, q.dtype, causal, shape.dim**-0.5 if scale is None else float(scale), layout, world)
+    if cu_seqlens is not None:
+        check_packed(NAME, cu_seqlens, q, shape)
+    scale = shape.dim**-0.5 if scale is None else float(scale)
+    return Call(shape, q.dtype, causal, scale, layout, world, cu_seqlens is not None)
 
 
 @lru_cache(maxsize=4096)
 def settle(
-    site: Site, q: Like, k: Like, v: Like, causal: bool, scale: float | None, layout: str, plan: Plan | None
+    site: Site,
+    q: Like,
+    k: Like,
+    v: Like,
+    cu_seqlens: Like | None,
+    causal: bool,
+    scale: float | None,
+    layout: str,
+    plan: Plan | None,
 ) -> tuple[Call, Route]:
     """`check`, then `choose`; remembered."""
-    call = check(site.world, q, k, v, causal, scale, layout)
+    call = check(site.world, q, k, v, cu_seqlens, causal, scale, layout)
     return call, choose(site, call, q.device, plan)
 
 

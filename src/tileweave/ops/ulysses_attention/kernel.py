@@ -25,12 +25,15 @@ from tileweave.tiles.attention import (
     NO_MASK,
     Attention,
     locate_tile,
-    log_sum_exp,
     make_attention,
-    no_communicator,
-    normalize,
+    packed_segment,
     query_buf,
     run_attention,
+)
+from tileweave.tiles.attention_hooks import (
+    log_sum_exp,
+    no_communicator,
+    normalize,
 )
 from tileweave.tiles.communicator import send_blocks
 from tileweave.tiles.exchange import NEXT, Sender, finish, moved, raise_flag
@@ -99,12 +102,16 @@ def segments(work, row):
 
 @gl.jit
 def segment(work, row, i):
-    """The i-th source that a tile attends to, and what it sees of its keys: the diagonal or own keys first."""
-    first = row // work.padded if work.CAUSAL else work.flags.rank
-    offset = row * 0 + NO_MASK
-    if work.CAUSAL:
+    """The i-th source that a tile attends to, and what it sees of its keys: those of the same tokens or own keys first."""
+    att, flags = work.attention, work.flags
+    first = row // work.padded if work.CAUSAL or att.PACKED else flags.rank
+    source = (first + flags.world - i) % flags.world
+    start, cols, offset = row * 0, work.cols, row * 0 + NO_MASK
+    if att.PACKED:
+        start, cols, offset = packed_segment(att, row, source * work.cols, work.cols)
+    elif work.CAUSAL:
         offset = gl.where(row * 0 + i == 0, -first * work.padded, offset)
-    return (first + work.flags.world - i) % work.flags.world, 0, work.cols, offset
+    return source, start, cols, offset
 
 
 @gl.jit
@@ -344,18 +351,19 @@ def communicate(work):
     "padded", "cols", "together", "blocks", "height", "share", "ends",
 ])  # fmt: skip
 def ulysses_attention_kernel(
-    rank, q_desc, k_desc, v_desc, out_desc, lse, q_slots_desc, k_slots_desc, v_slots_desc, out_slots_desc, flags_ptr,
+    rank, q_desc, k_desc, v_desc, out_desc, lse, bounds, q_slots_desc, k_slots_desc, v_slots_desc, out_slots_desc, flags_ptr,
     flags_stride, state, timeout_us, tiles, scale, heads, kv_heads, all_kv_heads, batches, group, rows, padded, cols,
     together, blocks, height, share, ends,
-    WORLD: gl.constexpr, CAUSAL: gl.constexpr, FLAGS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr,
+    WORLD: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, FLAGS: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
     """softmax(scale * q K^T, masked) V of this rank's rows of q [batches, WORLD * heads, rows, D] and the k, v of all ranks.
-    scale has log2(e) in it. Grid: co-resident CTAs, one per SM."""
+    scale has log2(e) in it; bounds: those of PACKED rows, as the template has them. Grid: co-resident CTAs, one per SM."""
     gl.grid_dependency_wait()
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     att = make_attention(
-        q_desc, k_desc, v_desc, state + NEXT, tiles, scale, group, CONSUMERS, STAGES, Q_BUFS, TAKE_TURNS, COMM_SMS
+        q_desc, k_desc, v_desc, state + NEXT, tiles, scale, group, bounds, CONSUMERS, STAGES, Q_BUFS, TAKE_TURNS, COMM_SMS,
+        PACKED,
     )  # fmt: skip
     work = Work(
         att, Sender(att.ring, state, COMM_SMS), flags, out_desc, q_slots_desc, k_slots_desc, v_slots_desc, out_slots_desc,

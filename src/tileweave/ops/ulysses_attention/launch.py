@@ -1,7 +1,7 @@
 """ulysses_attention: how it is computed, in one kernel or between all-to-alls, its gradients, a caller's attention."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +13,7 @@ from tileweave.ops.collectives.operator import run as collective
 from tileweave.ops.descriptors import Box
 from tileweave.ops.sequence.contract import dims_of, heads_first, lse_dtype
 from tileweave.ops.sequence.local import attend, attend_backward
+from tileweave.ops.sequence.packed import blocks_between, in_tiles, row_bounds
 from tileweave.ops.sequence.tensors import place_bytes, slots
 from tileweave.ops.ulysses_attention.check import NAME, Call, blocks_at_most
 from tileweave.ops.ulysses_attention.kernel import ulysses_attention_kernel
@@ -33,13 +34,14 @@ class Prepared:
     k: Box
     v: Box
     out: Box
+    positions: torch.Tensor | None  # of a packed call: of the rows, in whole tiles, in the sequence
     slots: tuple
     grid: int
     tail: tuple
     variant: Variant = field(default_factory=Variant)
 
     def launch(
-        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch on the current stream; returns (out, lse). What TMA cannot address is copied."""
         call, out = self.call, torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -48,19 +50,28 @@ class Prepared:
         q_desc, k_desc, v_desc = (
             box.at(as_heads(x, call.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))
         )
-        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, *self.slots, *self.tail)
+        bounds = lse  # any pointer
+        if cu_seqlens is not None and self.positions is not None:
+            bounds = row_bounds(cu_seqlens, self.positions, call.causal)
+        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, bounds, *self.slots, *self.tail)
         fabric.launch(ulysses_attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
         return out, lse
 
 
 def fused(
-    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+    fabric: Fabric,
+    call: Call,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], Prepared]:
     """Launch the kernel on the current stream. Returns (out, lse), and what to use for later calls of the kind."""
     given = q, k, v
     q, k, v = (as_heads(x, call.layout) for x in given)
     prepared = prepare(fabric, call, q, k, v, plan)
-    return prepared.launch(fabric, *given), prepared
+    return prepared.launch(fabric, *given, cu_seqlens), prepared
 
 
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
@@ -83,7 +94,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         kv_heads, s.kv_heads, s.batch, group, s.rows, padded, s.kv_rows, together,
         math.ceil(kv_batch_heads / height), height, math.ceil(of_a_head * height / max(plan.comm_sms, 1)),
         computing * consumers + plan.comm_sms,
-        world, call.causal, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
+        world, call.causal, call.packed, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
     )  # fmt: skip
     query, key = (1, 1, ROWS, dim), (1, 1, keys, dim)
     out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
@@ -98,6 +109,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         Box(k, key),
         Box(v, key),
         Box(out, query),
+        in_tiles([source * s.rows for source in range(world)], s.rows, padded, q.device) if call.packed else None,
         (q_slots, k_slots, v_slots, out_slots),
         computing + plan.comm_sms,
         tail,
@@ -112,12 +124,19 @@ def nothing(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def unfused(
-    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Sequence[int] | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fallback: (out in the layout of q, lse [B, H / world, S] of this rank's heads). Collective."""
+    """The fallback: (out in the layout of q, lse [B, H / world, S] of this rank's heads). `ends`: the values of
+    cu_seqlens. Collective."""
     q, k, v = (_to_heads(fabric, call, x) for x in (q, spread(call, k), spread(call, v)))
     q, k, v = (heads_first(x, call.layout) for x in (q, k, v))
-    out, lse = attend(q, k, v, call.causal, call.scale)
+    if ends is None:
+        out, lse = attend(q, k, v, call.causal, call.scale)
+    else:
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=lse_dtype(q.dtype))
+        for rows, cols, diagonal in blocks_between(ends, 0, 0, q.shape[2], call.causal):
+            some = attend(q[:, :, rows], k[:, :, cols], v[:, :, cols], diagonal, call.scale)
+            out[:, :, rows], lse[:, :, rows] = some
     return _to_rows(fabric, call, heads_first(out.to(call.dtype), call.layout)), lse
 
 
@@ -130,13 +149,22 @@ def unfused_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    ends: Sequence[int] | None,
 ) -> Tensors:
     """Gradients of q, k and v: what is known of the rows goes to the heads once more, gradients come back. Those of
     heads that several ranks have are summed, in float32. Collective."""
     given = grad, q, spread(call, k), spread(call, v), out
     grad, q, k, v, out = (heads_first(_to_heads(fabric, call, x), call.layout) for x in given)
-    dq, dk, dv = attend_backward(grad, q, k, v, out, lse, call.causal, call.scale)
     shared = lse_dtype(call.dtype) if call.copies > 1 else call.dtype
+    if ends is None:
+        dq, dk, dv = attend_backward(grad, q, k, v, out, lse, call.causal, call.scale)
+    else:
+        dq, dk, dv = torch.empty_like(q), *(torch.empty_like(x, dtype=shared) for x in (k, v))
+        for rows, cols, diagonal in blocks_between(ends, 0, 0, q.shape[2], call.causal):
+            dq[:, :, rows], dk[:, :, cols], dv[:, :, cols] = attend_backward(
+                grad[:, :, rows], q[:, :, rows], k[:, :, cols], v[:, :, cols], out[:, :, rows], lse[:, :, rows],
+                diagonal, call.scale,
+            )  # fmt: skip
     grads = zip((dq, dk, dv), (call.dtype, shared, shared), strict=True)
     dq, dk, dv = (_to_rows(fabric, call, heads_first(x.to(dtype), call.layout)) for x, dtype in grads)
     return dq, _gathered(call, dk), _gathered(call, dv)

@@ -21,6 +21,7 @@ def ulysses_attention(
     v: torch.Tensor,
     group=None,
     *,
+    cu_seqlens: torch.Tensor | None = None,
     causal: bool = False,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -37,6 +38,10 @@ def ulysses_attention(
             a multiple of the world size, or the world size one of G: then each head goes to several ranks.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
             virtual world, else torch.distributed's WORLD, else a world of one.
+        cu_seqlens: of several sequences packed one behind the other, in a batch of one: int32 `[n + 1]` on q's device,
+            the same on every rank, from 0 to the length of the whole: sequence i is the tokens `cu_seqlens[i]` to
+            `cu_seqlens[i + 1] - 1`, which see each other only. A rank has its shard of the whole, as without, and k as
+            many tokens as q. On a GPU the values are trusted except in debug mode, as reading them would wait for it.
         causal: a token sees those up to itself in the whole sequence. All ranks have the same work nevertheless.
         scale: of the scores before the softmax; None: 1 / sqrt(D).
         layout: of q, k, v and the result.
@@ -61,7 +66,8 @@ def ulysses_attention(
 
     - Gradients of q, k and v exist. The backward pass is a collective, so every rank must run it, and on all or none
       some input must require a gradient. It moves q, k, v and the result once more rather than keeping them twice; the
-      local part is PyTorch's flash or cuDNN kernel on CUDA. No second derivatives.
+      local part is PyTorch's flash or cuDNN kernel on CUDA, a launch for each packed sequence, whose ends the host
+      waits for. No second derivatives.
     - torch.compile traces it without a graph break, whatever the kind of `group`.
     - A CUDA graph can hold it once it has been called with the same arguments but for the data.
     - Under torch.autocast inputs are cast as those of scaled_dot_product_attention.
@@ -72,22 +78,25 @@ def ulysses_attention(
             being captured.
         FabricTimeout: a peer did not take part within the group's timeout.
     """
-    check_kinds(q, k, v, causal, scale, plan, attention)
+    check_kinds(q, k, v, cu_seqlens, causal, scale, plan, attention)
     if attention is not None:
         name = group_name(group)
         call = check(group_size(name), *likes(q, k, v), causal, scale, layout)
         return with_attention(call, q, k, v, name, attention, scale)
-    if is_plain(q, k, v):
-        return run(fabric_of(group, q.device), q, k, v, causal, scale, layout, plan)[0]
+    if is_plain(q, k, v, cu_seqlens):
+        return run(fabric_of(group, q.device), q, k, v, cu_seqlens, causal, scale, layout, plan)[0]
     text = "" if plan is None else plan.to_json()
-    return OPERATOR(q, k, v, group_name(group), causal, scale, layout, text)[0]
+    return OPERATOR(q, k, v, cu_seqlens, group_name(group), causal, scale, layout, text)[0]
 
 
-def route(q, k, v, group=None, *, causal=False, scale=None, layout="bhsd", attention=None, plan=None) -> Route:
+def route(
+    q, k, v, group=None, *, cu_seqlens=None, causal=False, scale=None, layout="bhsd", attention=None, plan=None
+) -> Route:
     """What `ulysses_attention` would do with these arguments; launches nothing, raises what it would raise."""
-    check_kinds(q, k, v, causal, scale, plan, attention)
+    check_kinds(q, k, v, cu_seqlens, causal, scale, plan, attention)
     site = Site.of(fabric_of(group, q.device))
-    found = settle(site, Like.autocast(q), Like.autocast(k), Like.autocast(v), causal, scale, layout, plan)[1]
+    like = Like.autocast(q), Like.autocast(k), Like.autocast(v), Like.of(cu_seqlens)
+    found = settle(site, *like, causal, scale, layout, plan)[1]
     if attention is None:
         return found
     return Route(NAME, site.backend, False, "the caller's attention between two all-to-alls of the group")
