@@ -1,14 +1,16 @@
-"""What decides the path of a call, as plain values: `Like` for a tensor, `Site` for a fabric.
+"""What decides the path of a call, as plain values: `Like` for a tensor, `Site` for a fabric; and what ops ask alike.
 
 So a decision is made once and then found again, and all ranks come to the same one: a rank's strides or addresses have
 no part in it.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
-from tileweave.fabric import Fabric
+from tileweave.fabric import MAX_RANKS, Fabric
+from tileweave.planner import H200, Plan
 
 DTYPES = (torch.bfloat16, torch.float16)  # of operands of a fused matmul
 FP8 = torch.float8_e4m3fn
@@ -39,6 +41,45 @@ class Like(NamedTuple):
     def autocast(cls, x: torch.Tensor | None) -> "Like | None":
         """That of a tensor as it reaches the operator."""
         return None if x is None else cls(x.shape, operand_dtype(x), x.device)
+
+
+def check_dense(op: str, named: Iterable[tuple[str, Any]]) -> None:
+    """TypeError unless each of the named arguments is a dense tensor."""
+    for name, x in named:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{op}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+
+
+def check_plan(op: str, plan: Any) -> None:
+    """TypeError unless it is a Plan or None."""
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{op}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+
+
+def check_max_sms(op: str, max_sms: Any) -> None:
+    """TypeError or ValueError unless it is a number of SMs or None."""
+    if max_sms is None:
+        return
+    if not isinstance(max_sms, int) or isinstance(max_sms, bool):
+        raise TypeError(f"{op}: max_sms must be an int or None, got {type(max_sms).__name__}")
+    if not 1 <= max_sms < 2**31:
+        raise ValueError(f"{op}: max_sms must be from 1 to 2**31 - 1, or None for all, got {max_sms}")
+
+
+def check_matrices(op: str, a: Like, b: Like) -> tuple[int, int, int]:
+    """(M, K, N) of a product; ValueError unless a is [M, K] and b [K, N], on one device."""
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        raise ValueError(
+            f"{op}: a and b must be matrices [M, K] and [K, N], got shapes {list(a.shape)} and {list(b.shape)}"
+        )
+    (m, k), (k_b, n) = a.shape, b.shape
+    if k != k_b:
+        raise ValueError(f"{op}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
+    if b.device != a.device:
+        raise ValueError(f"{op}: a is on {a.device} and b on {b.device}: they must be on one device")
+    return m, k, n
 
 
 def check_scale(op: str, name: str, scale: Like | None, each: tuple[int, int], a: Like) -> None:
@@ -73,3 +114,38 @@ class Site(NamedTuple):
         return cls(
             fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal(), fabric.multicast_refusal()
         )
+
+    def usable(self, max_sms: int) -> int:
+        """SMs of a kernel that takes `max_sms` of a rank at most; 0 stands for all."""
+        sms = self.sms or H200.sms
+        return min(sms, max_sms) if max_sms else sms
+
+
+def out_of_reach(site: Site, device: torch.device, name: str = "a") -> str | None:
+    """Why no kernel of a world can serve the operand `name`, which is on `device`; None if one can."""
+    if site.refusal:
+        return site.refusal
+    if site.world > MAX_RANKS:
+        return f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
+    if device.type != site.device.type:
+        return f"{name} is on {device}, the ranks of this world are on {site.device}"
+    return None
+
+
+def unaligned(*sizes: tuple[str, int, int]) -> str | None:
+    """Why TMA, whose strides are multiples of 16 bytes, cannot address rows of these sizes; None if it can. `sizes`: a
+    name, the size, and how many elements 16 bytes are."""
+    for name, size, unit in sizes:
+        if size % unit:
+            return f"{name} = {size} is not a multiple of {unit}, so rows are not 16-byte aligned as TMA needs"
+    return None
+
+
+class Agreement(NamedTuple):
+    """What of a call all ranks must agree on: a call that keeps its op's contract, and how it is computed."""
+
+    call: Any
+    plan: Plan | None
+
+    def __str__(self) -> str:
+        return f"{self.call}, {'no fused kernel' if self.plan is None else self.plan.brief()}"

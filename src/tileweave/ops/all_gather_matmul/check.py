@@ -6,14 +6,23 @@ What decides is plain values, the same on all ranks: a rank's strides or address
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from tileweave.fabric import MAX_RANKS
-from tileweave.ops.contract import DTYPES, FP8, Like, Site, check_scale
+from tileweave.ops.contract import (
+    DTYPES,
+    FP8,
+    Like,
+    Site,
+    check_dense,
+    check_max_sms,
+    check_plan,
+    check_scale,
+    out_of_reach,
+    unaligned,
+)
 from tileweave.ops.route import Route
-from tileweave.planner import H200, Plan
+from tileweave.planner import Plan
 from tileweave.planner.all_gather_matmul import Problem, plan_for, unsupported
 
 NAME = "all_gather_matmul"
@@ -52,19 +61,12 @@ class Call:
         """Whether nothing has to be gathered: each result is empty, or a bias at most."""
         return self.rows == 0 or self.k == 0 or (sum(self.ns) == 0 and not self.return_gathered)
 
-
-class Agreement(NamedTuple):
-    """What of a call all ranks must agree on."""
-
-    call: Call
-    plan: Plan | None
-
     def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
-        shapes = ", ".join(f"[{c.k}, {n}]" for n in c.ns)
+        shapes = ", ".join(f"[{self.k}, {n}]" for n in self.ns)
         return (
-            f"{NAME} of [{c.rows}, {c.k}] @ {shapes} {c.dtype}, bias={c.bias}, return_gathered={c.return_gathered}, "
-            f"max_sms={c.max_sms or None}, {'scales by column, ' if c.by_column else ''}{plan}"
+            f"{NAME} of [{self.rows}, {self.k}] @ {shapes} {self.dtype}, bias={self.bias}, "
+            f"return_gathered={self.return_gathered}, max_sms={self.max_sms or None}"
+            f"{', scales by column' if self.by_column else ''}"
         )
 
 
@@ -76,22 +78,12 @@ def check_kinds(a, b, bias, return_gathered, plan, max_sms, regather, scale_a=No
     named = [("a", a), ("scale_a", a if scale_a is None else scale_a)]
     for name, each in (("b", b), ("bias", bias), ("scale_b", scale_b)):
         named += [(f"{name}[{i}]", x) for i, x in enumerate(each or ())]
-    for name, x in named:
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{NAME}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+    check_dense(NAME, named)
     for name, flag in (("return_gathered", return_gathered), ("regather", regather)):
         if not isinstance(flag, bool):
             raise TypeError(f"{NAME}: {name} must be True or False, got {flag!r}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
-    if max_sms is None:
-        return
-    if not isinstance(max_sms, int) or isinstance(max_sms, bool):
-        raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
-    if not 1 <= max_sms < 2**31:
-        raise ValueError(f"{NAME}: max_sms must be from 1 to 2**31 - 1, or None for all, got {max_sms}")
+    check_plan(NAME, plan)
+    check_max_sms(NAME, max_sms)
 
 
 def check(
@@ -159,11 +151,7 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
-    refusal = site.refusal or unaddressable(call)
-    if refusal is None and site.world > MAX_RANKS:
-        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
-    if refusal is None and device.type != site.device.type:
-        refusal = f"a is on {device}, the ranks of this world are on {site.device}"
+    refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan) or impossible(site, plan)):
         raise ValueError(f"{NAME}: {why}")
@@ -196,16 +184,11 @@ def impossible(site: Site, plan: Plan) -> str | None:
 
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
-    sms = site.sms or H200.sms
-    usable = min(sms, call.max_sms) if call.max_sms else sms
+    usable = site.usable(call.max_sms)
     linked = site.backend == "processes"
     return Problem(call.rows, call.ns, call.k, site.world, usable, linked, call.dtype.itemsize)
 
 
 def unaddressable(call: Call) -> str | None:
-    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
-    k_unit = 16 // call.dtype.itemsize
-    for name, size, unit in (*((f"N = {n}", n, 8) for n in call.ns), (f"K = {call.k}", call.k, k_unit)):
-        if size % unit:
-            return f"{name} is not a multiple of {unit}, so rows are not 16-byte aligned as TMA needs"
-    return None
+    """Why TMA cannot address these shapes; None if it can."""
+    return unaligned(*(("N", n, 8) for n in call.ns), ("K", call.k, 16 // call.dtype.itemsize))

@@ -19,10 +19,10 @@ collective: all ranks run them, and the same inputs need gradients on all and th
 import torch
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.all_gather_matmul.check import NAME, Agreement, check, check_kinds, settle
+from tileweave.ops.all_gather_matmul.check import NAME, check, check_kinds, settle
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
 from tileweave.ops.all_gather_matmul.places import channel_name
-from tileweave.ops.contract import FP8, Like, Site
+from tileweave.ops.contract import FP8, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.registration import (
     below_autograd,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.fabric import Fabric
-from tileweave.ops.contract import DTYPES, Like
+from tileweave.ops.contract import DTYPES, Like, check_plan, unaligned
 from tileweave.ops.route import Route
 from tileweave.planner import H200, Plan
 from tileweave.planner.moe import GroupedProblem, plan_for, unsupported
@@ -29,8 +29,7 @@ def check_kinds(x, w, offsets, plan) -> None:
     for name, value in (("x", x), ("w", w), ("offsets", offsets)):
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(value).__name__}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+    check_plan(NAME, plan)
 
 
 def check(x: Like, w: Like, offsets: Like) -> Call:
@@ -70,8 +69,5 @@ def choose(fabric: Fabric, call: Call, device: torch.device, plan: Plan | None) 
 
 
 def unaddressable(call: Call) -> str | None:
-    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
-    for name, size in (("I", call.n), ("H", call.k)):
-        if size % 8:
-            return f"{name} = {size} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
-    return None
+    """Why TMA cannot address these shapes; None if it can."""
+    return unaligned(("I", call.n, 8), ("H", call.k, 8))

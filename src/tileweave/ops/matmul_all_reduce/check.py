@@ -10,10 +10,19 @@ from typing import NamedTuple
 
 import torch
 
-from tileweave.fabric import MAX_RANKS
-from tileweave.ops.contract import DTYPES, Like, Site
+from tileweave.ops.contract import (
+    DTYPES,
+    Like,
+    Site,
+    check_dense,
+    check_matrices,
+    check_max_sms,
+    check_plan,
+    out_of_reach,
+    unaligned,
+)
 from tileweave.ops.route import Route
-from tileweave.planner import H200, Plan
+from tileweave.planner import Plan
 from tileweave.planner.matmul_all_reduce import Problem, plan_for, unsupported
 
 NAME = "matmul_all_reduce"
@@ -41,59 +50,33 @@ class Call:
     norm: bool
     options: Options
 
-
-class Agreement(NamedTuple):
-    """What of a call all ranks must agree on."""
-
-    call: Call
-    plan: Plan | None
-
     def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
         return (
-            f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {c.dtype}, bias={c.bias}, residual={c.residual}, "
-            f"norm={c.norm}, deterministic={c.options.deterministic}, norm_eps={c.options.norm_eps}, "
-            f"max_sms={c.options.max_sms or None}, {plan}"
+            f"{NAME} of [{self.m}, {self.k}] @ [{self.k}, {self.n}] {self.dtype}, bias={self.bias}, "
+            f"residual={self.residual}, norm={self.norm}, deterministic={self.options.deterministic}, "
+            f"norm_eps={self.options.norm_eps}, max_sms={self.options.max_sms or None}"
         )
 
 
 def check_kinds(a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
     optional = ("bias", bias), ("residual", residual), ("norm_weight", norm_weight)
-    for name, x in (("a", a), ("b", b), *((name, x) for name, x in optional if x is not None)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{NAME}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+    check_dense(NAME, (("a", a), ("b", b), *((name, x) for name, x in optional if x is not None)))
     if deterministic not in (None, True, False):
         raise TypeError(f"{NAME}: deterministic must be True, False or None, got {deterministic!r}")
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, float | int):
         raise TypeError(f"{NAME}: norm_eps must be a number, got {norm_eps!r}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
-    if max_sms is None:
-        return
-    if not isinstance(max_sms, int) or isinstance(max_sms, bool):
-        raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
-    if not 1 <= max_sms < 2**31:
-        raise ValueError(f"{NAME}: max_sms must be from 1 to 2**31 - 1, or None for all, got {max_sms}")
+    check_plan(NAME, plan)
+    check_max_sms(NAME, max_sms)
 
 
 def check(
     a: Like, b: Like, bias: Like | None, residual: Like | None, norm_weight: Like | None, options: Options
 ) -> Call:
     """Hold the operator's arguments to the contract; ValueError if they break it."""
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        raise ValueError(
-            f"{NAME}: a and b must be matrices [M, K] and [K, N], got shapes {list(a.shape)} and {list(b.shape)}"
-        )
-    (m, k), (k_b, n), dtype = a.shape, b.shape, a.dtype
-    if k != k_b:
-        raise ValueError(f"{NAME}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
+    (m, k, n), dtype = check_matrices(NAME, a, b), a.dtype
     if dtype not in DTYPES or b.dtype != dtype:
         raise ValueError(f"{NAME}: a and b must both be bfloat16 or both float16, got {dtype} and {b.dtype}")
-    if b.device != a.device:
-        raise ValueError(f"{NAME}: a is on {a.device} and b on {b.device}: they must be on one device")
     for name, x, shape in (("bias", bias, (n,)), ("residual", residual, (m, n)), ("norm_weight", norm_weight, (n,))):
         if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != a.device):
             raise ValueError(
@@ -127,11 +110,7 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
-    refusal = site.refusal or unaddressable(call)
-    if refusal is None and site.world > MAX_RANKS:
-        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
-    if refusal is None and device.type != site.device.type:
-        refusal = f"a is on {device}, the ranks of this world are on {site.device}"
+    refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and plan.mechanism == "multimem" and site.unicast:
         raise ValueError(f"{NAME}: plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do")
@@ -147,15 +126,11 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
 
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
-    sms, most = site.sms or H200.sms, call.options.max_sms
-    usable = min(sms, most) if most else sms
+    usable = site.usable(call.options.max_sms)
     linked = site.backend == "processes"
     return Problem(call.m, call.n, call.k, site.world, usable, call.norm, linked, site.unicast is None)
 
 
 def unaddressable(call: Call) -> str | None:
-    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
-    for name, size in (("N", call.n), ("K", call.k)):
-        if size % 8:
-            return f"{name} = {size} is not a multiple of 8, so rows are not 16-byte aligned as TMA needs"
-    return None
+    """Why TMA cannot address these shapes; None if it can."""
+    return unaligned(("N", call.n, 8), ("K", call.k, 8))

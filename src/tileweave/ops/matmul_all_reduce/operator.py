@@ -16,9 +16,9 @@ communicated.
 import torch
 
 from tileweave.fabric import named_fabric
-from tileweave.ops.contract import Like, Site
+from tileweave.ops.contract import Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.ops.matmul_all_reduce.check import NAME, Agreement, Options, check, check_kinds, settle
+from tileweave.ops.matmul_all_reduce.check import NAME, Options, check, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused
 from tileweave.ops.registration import (
     below_autograd,

@@ -2,14 +2,24 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 
-from tileweave.fabric import MAX_RANKS
-from tileweave.ops.contract import DTYPES, FP8, Like, Site, check_scale
+from tileweave.ops.contract import (
+    DTYPES,
+    FP8,
+    Like,
+    Site,
+    check_dense,
+    check_matrices,
+    check_max_sms,
+    check_plan,
+    check_scale,
+    out_of_reach,
+    unaligned,
+)
 from tileweave.ops.route import Route
-from tileweave.planner import H200, Plan, Problem, plan_for, unsupported
+from tileweave.planner import Plan, Problem, plan_for, unsupported
 
 NAME = "matmul_reduce_scatter"
 REDUCTIONS = ("sum", "avg")
@@ -35,59 +45,32 @@ class Call:
     rows: int
     max_sms: int
 
-
-class Agreement(NamedTuple):
-    """What of a call all ranks must agree on."""
-
-    call: Call
-    plan: Plan | None
-
     def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
         return (
-            f"{NAME} of [{c.m}, {c.k}] @ [{c.k}, {c.n}] {c.dtype} -> {c.out_dtype}, op={c.op!r}, bias={c.bias}, "
-            f"deterministic={c.deterministic}, max_sms={c.max_sms or None}, {plan}"
+            f"{NAME} of [{self.m}, {self.k}] @ [{self.k}, {self.n}] {self.dtype} -> {self.out_dtype}, op={self.op!r}, "
+            f"bias={self.bias}, deterministic={self.deterministic}, max_sms={self.max_sms or None}"
         )
 
 
 def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
     optional = ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)
-    for name, x in (("a", a), ("b", b), *((name, a if x is None else x) for name, x in optional)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{NAME}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+    check_dense(NAME, (("a", a), ("b", b), *((name, x) for name, x in optional if x is not None)))
     if deterministic not in (None, True, False):
         raise TypeError(f"{NAME}: deterministic must be True, False or None, got {deterministic!r}")
     if op not in REDUCTIONS:
         raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"{NAME}: out_dtype must be a torch.dtype or None, got {type(out_dtype).__name__}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
-    if max_sms is None:
-        return
-    if not isinstance(max_sms, int) or isinstance(max_sms, bool):
-        raise TypeError(f"{NAME}: max_sms must be an int or None, got {type(max_sms).__name__}")
-    if max_sms < 1:
-        raise ValueError(f"{NAME}: max_sms must be at least 1, or None for all, got {max_sms}")
-    if max_sms >= 2**31:
-        raise ValueError(f"{NAME}: max_sms must be below 2**31, or None for all, got {max_sms}")
+    check_plan(NAME, plan)
+    check_max_sms(NAME, max_sms)
 
 
 def check(
     world: int, a: Like, b: Like, op, bias: Like | None, deterministic, out_dtype, max_sms, scale_a=None, scale_b=None
 ) -> Call:
     """Hold the operator's arguments to the contract, in a group of `world` ranks; ValueError if they break it."""
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        raise ValueError(
-            f"{NAME}: a and b must be matrices [M, K] and [K, N], got shapes {list(a.shape)} and {list(b.shape)}"
-        )
-    (m, k), (k_b, n) = a.shape, b.shape
-    dtype = a.dtype
-    if k != k_b:
-        raise ValueError(f"{NAME}: a is [{m}, {k}] and b is [{k_b}, {n}]: a's columns must be as many as b's rows")
+    (m, k, n), dtype = check_matrices(NAME, a, b), a.dtype
     if dtype not in (*DTYPES, FP8) or b.dtype != dtype:
         raise ValueError(
             f"{NAME}: a and b must both be bfloat16, both float16 or both float8_e4m3fn, got {dtype} and {b.dtype}"
@@ -95,8 +78,6 @@ def check(
     check_scale(NAME, "scale_a", scale_a, (m, 1), a)
     check_scale(NAME, "scale_b", scale_b, (1, n), a)
     wide = torch.bfloat16 if dtype == FP8 else dtype
-    if b.device != a.device:
-        raise ValueError(f"{NAME}: a is on {a.device} and b on {b.device}: they must be on one device")
     if m % world:
         near = f"{m - m % world} or {m - m % world + world}"
         raise ValueError(f"{NAME}: a has {m} rows, not divisible by the world size {world}; {near} would be")
@@ -137,11 +118,7 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
-    refusal = site.refusal or unaddressable(call)
-    if refusal is None and site.world > MAX_RANKS:
-        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
-    if refusal is None and device.type != site.device.type:
-        refusal = f"a is on {device}, the ranks of this world are on {site.device}"
+    refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
@@ -155,14 +132,13 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
 
 def problem_of(site: Site, call: Call) -> Problem:
     """The call as the planner sees it."""
-    sms = site.sms or H200.sms
     return Problem(
         call.m,
         call.n,
         call.k,
         site.world,
         call.out_dtype.itemsize,
-        min(sms, call.max_sms) if call.max_sms else sms,
+        site.usable(call.max_sms),
         call.deterministic,
         linked=site.backend == "processes",
         operand_bytes=call.dtype.itemsize,
@@ -170,8 +146,5 @@ def problem_of(site: Site, call: Call) -> Problem:
 
 
 def unaddressable(call: Call) -> str | None:
-    """Why TMA cannot address these shapes; None if it can. Its strides are multiples of 16 bytes."""
-    for name, size, unit in (("N", call.n, 8), ("K", call.k, 16 // call.dtype.itemsize)):
-        if size % unit:
-            return f"{name} = {size} is not a multiple of {unit}, so rows are not 16-byte aligned as TMA needs"
-    return None
+    """Why TMA cannot address these shapes; None if it can."""
+    return unaligned(("N", call.n, 8), ("K", call.k, 16 // call.dtype.itemsize))

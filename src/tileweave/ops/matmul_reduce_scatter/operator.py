@@ -17,9 +17,9 @@ products and sums are accumulated in float32.
 import torch
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.contract import FP8, Like, Site
+from tileweave.ops.contract import FP8, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.ops.matmul_reduce_scatter.check import NAME, Agreement, check, check_kinds, settle
+from tileweave.ops.matmul_reduce_scatter.check import NAME, check, check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.ops.registration import (
     below_autograd,
