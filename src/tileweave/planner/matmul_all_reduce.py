@@ -8,7 +8,6 @@ from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
 from tileweave.planner.tiling import (
-    GROUP_ROWS,
     PART_BYTES,
     SM_FETCH_GBS,
     TILINGS,
@@ -54,16 +53,19 @@ def computing(problem: Problem, plan: Plan) -> int:
 
 
 def owners(problem: Problem, plan: Plan) -> int:
-    """How many ranks share the rows of the result among them while it is summed: all, or none needs to."""
+    """How many ranks share the columns of the result among them while it is summed: all, or none needs to."""
     return problem.world if SHOTS[plan.schedule] == 2 else 1
 
 
-def rows_of(problem: Problem, plan: Plan) -> int:
-    """Rows of an owner, whole tiles of them where there are several; the last ones have fewer, or none, and multiply
-    what is beyond as if it were there."""
+def place_of(problem: Problem, plan: Plan) -> tuple[int, int]:
+    """Rows and columns of a place in a slot: what an owner has. Where there are several, columns come in whole tiles;
+    the last owners have fewer, or none, and multiply what is beyond as if it were there. Rows come in whole tiles where
+    communicators sum, as nothing masks the fabric's words."""
     if owners(problem, plan) == 1:
-        return problem.m
-    return math.ceil(problem.m / problem.world / plan.tile[0]) * plan.tile[0]
+        return problem.m, problem.n
+    rows, cols = plan.tile[:2]
+    tall = math.ceil(problem.m / rows) * rows if plan.schedule == "inter_sm" else problem.m
+    return tall, math.ceil(problem.n / problem.world / cols) * cols
 
 
 def chunks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
@@ -86,20 +88,14 @@ def _less_movers(plan: Plan, hardware: Hardware) -> Hardware:
     return replace(hardware, shared_bytes=hardware.shared_bytes - taken)
 
 
-def slot_columns(problem: Problem, plan: Plan) -> int:
-    """Columns of a place in a slot; parts that communicators sum are whole, as nothing masks the fabric's words."""
-    part = PART_BYTES // 2
-    return math.ceil(problem.n / part) * part if plan.schedule == "inter_sm" else problem.n
-
-
 def slot_bytes(problem: Problem, plan: Plan) -> int:
     """Bytes of one of a rank's two slots: a place for each source, or, inter-SM, for each owner."""
-    return problem.world * rows_of(problem, plan) * slot_columns(problem, plan) * 2 if SHOTS[plan.schedule] else 0
+    return 2 * problem.world * math.prod(place_of(problem, plan)) if SHOTS[plan.schedule] else 0
 
 
 def count_tiles(problem: Problem, plan: Plan) -> int:
     """Output tiles that one rank computes."""
-    return tiles_of(rows_of(problem, plan), problem.n, owners(problem, plan), plan.tile)
+    return owners(problem, plan) * tiles_of(*place_of(problem, plan), 1, plan.tile)
 
 
 def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str | None:
@@ -136,16 +132,14 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
     """A reduce-scatter with as many tiles."""
-    world = owners(problem, plan)
-    sms = computing(problem, plan)
-    return core.Problem(rows_of(problem, plan) * world, problem.n, problem.k, world, 2, sms, linked=False)
+    world, (rows, cols) = owners(problem, plan), place_of(problem, plan)
+    return core.Problem(rows * world, cols, problem.k, world, 2, computing(problem, plan), linked=False)
 
 
 def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
     """T_launch + max(T_compute, T_memory, T_send) + T_sync, then what comes behind the tile loop, in microseconds.
 
-    Two things are measured, on virtual ranks of an H200 with N = K = 8192. One shot's sums take SM_FETCH_GBS on an SM.
-    Two shots of few rows are slow: each owner's tiles read all of b again, since a wave of them is not GROUP_ROWS high.
+    One shot's sums take SM_FETCH_GBS on an SM, measured on virtual ranks of an H200 with N = K = 8192.
     """
     tiles, sms = count_tiles(problem, plan), computing(problem, plan)
     compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
@@ -153,12 +147,13 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     link_rate = hardware.link_gbs * 1e3
     result = 2.0 * problem.m * problem.n
     peers, shots = problem.world - 1, SHOTS[plan.schedule]
-    # What a rank sends, and as much comes; two shots: to, and then from, an owner who has all his rows. In the fabric
+    # What a rank sends, and as much comes; two shots: to, and then from, an owner of whole columns. In the fabric
     # everything leaves once to be summed, and comes back once.
-    sent = peers * 2.0 * problem.n * min(rows_of(problem, plan), problem.m)
+    sent = peers * 2.0 * problem.m * min(place_of(problem, plan)[1], problem.n)
     if plan.mechanism == "multimem":
         sent = result * (problem.world + 1) / (2 * problem.world)
-    moved = _operands(problem, plan, hardware) + result + (sent if shots else 0)
+    operands = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
+    moved = operands + result + (sent if shots else 0)
     memory = hardware.launch_us + moved / memory_rate
     link = hardware.launch_us + sent / link_rate if problem.linked and shots else 0.0
     loop = overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, sms)
@@ -182,16 +177,6 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
         tail = max(tail, sent / chunks / link_rate)
         loop = max(loop, hardware.launch_us + (2 - 1 / chunks) * sent / link_rate)
     return loop + shots * hardware.sync_us + tail + norm
-
-
-def _operands(problem: Problem, plan: Plan, hardware: Hardware) -> float:
-    """Bytes of operands that this rank reads from device memory."""
-    sms, rows = computing(problem, plan), rows_of(problem, plan)
-    whole = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
-    if owners(problem, plan) == 1 or rows >= GROUP_ROWS * plan.tile[0]:
-        return whole
-    each = operand_bytes(rows, problem.n, problem.k, plan.tile, sms, hardware)
-    return max(whole, owners(problem, plan) * each)
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:

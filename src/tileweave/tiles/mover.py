@@ -1,7 +1,7 @@
 """The mover role: a warp of every computing CTA that brings finished tiles from slots to the result, by TMA.
 
 Tiles come in phases (`phases`). Those of an owner are finished where he has put them: in the place of their owner, either of
-his slot, or, LOCAL, of every rank's. `work` has, besides what `phases` says, `slots` [world, slot x owner, rows, n], `out`
+his slot, or, LOCAL, of every rank's. `work` has, besides what `phases` says, `slots` [world, slot x owner, rows, cols], `out`
 [m, n] and a `Mover` as `mover`.
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
@@ -72,7 +72,7 @@ def move_tile(work, owner, row, col, epoch, there, at, to):
             mover.ring.consumer_wait(at)
             down, right = part_at(mm, i - 1)
             buf = mover.bufs.index(at.slot).reshape([mm.ROWS, mm.WIDTH])
-            gl.tma_store(work.out, [owner * work.rows + row + down, col + right], buf)
+            gl.tma_store(work.out, [row + down, owner * work.cols + col + right], buf)
             at = mover.ring.next(at)
     return at, to
 

@@ -3,8 +3,8 @@
 Every rank has put its part of a tile into its own slot, in the place of the tile's owner. The owner's communicators sum a
 chunk's tiles (`phases`) once all ranks have multiplied them, and put the sums where the parts were, on every rank: in the
 fabric (`sum_in_fabric`, multimem instructions), or by themselves (`sum_here`, TMA both ways, in rank order in float32). The
-tiles are dealt to them part by part. `work` has, besides what `phases` says, `slots` [world, slot x owner, rows, n in whole
-parts] and `places`, the same as a multicast pointer, whose places are `place_lines` lines of VECTOR elements apart (FABRIC).
+tiles are dealt to them part by part. `work` has, besides what `phases` says, `slots` [world, slot x owner, rows in whole
+tiles, cols] and `places`, the same as a multicast pointer, whose places are `place_lines` lines of VECTOR elements apart (FABRIC).
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
@@ -26,7 +26,7 @@ VECTOR = gl.constexpr(8)  # elements of a 16-byte access
 
 @gl.jit
 def my_part(work, first, i):
-    """Communicator: row and column of its i-th part of own tiles from `first` on."""
+    """Communicator: row and column of its i-th part of own tiles from `first` on, in its own columns."""
     mm = work.matmul
     PARTS: gl.constexpr = mm.HALVES * (mm.BN // mm.WIDTH)
     part = gl.program_id(0) + i * mm.COMM_SMS
@@ -44,11 +44,10 @@ def sum_in_fabric(work, first, parts, epoch, at, to):
     gl.fence_proxy_alias()
     for i in range(parts):
         row, col = my_part(work, first, i)
-        if col < work.n:
-            rows = (row + gl.arange(0, mm.ROWS, gl.SliceLayout(1, L)))[:, None]
-            cols = (col + gl.arange(0, mm.WIDTH, gl.SliceLayout(0, L)))[None, :]
-            here = work.places + (place + rows.to(gl.int64) * (gl.cdiv(work.n, mm.WIDTH) * mm.WIDTH) + cols)
-            gl.multimem_store(here, gl.multimem_load_reduce(here))
+        rows = (row + gl.arange(0, mm.ROWS, gl.SliceLayout(1, L)))[:, None]
+        cols = (col + gl.arange(0, mm.WIDTH, gl.SliceLayout(0, L)))[None, :]
+        here = work.places + (place + rows.to(gl.int64) * (gl.cdiv(work.cols, mm.WIDTH) * mm.WIDTH) + cols)
+        gl.multimem_store(here, gl.multimem_load_reduce(here))
     return at, to
 
 

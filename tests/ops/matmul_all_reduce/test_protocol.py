@@ -93,7 +93,7 @@ INTER_SM = {
     "tells itself only": ([(TELL, TELL.replace("signal_all(flags, ", "signal(flags, flags.rank, "))], "D"),
     "every communicator tells": ([(REDUCED, REDUCED.replace("mm.COMM_SMS", "1"))], "RD"),
     "takes a part of the next tile": ([("part = gl.program_id(0) + i * mm.COMM_SMS", "part = gl.program_id(0) + 1 + i * mm.COMM_SMS")], "RPW"),
-    "parts in the place of the next owner": ([("[slot + phase % flags.world, row, col]", "[slot + (phase + 1) % flags.world, row, col]")], "RW"),
+    "parts in the place of the next owner": ([("[slot + owner, row, at]", "[slot + (owner + 1) % flags.world, row, at]")], "RW"),
 }  # fmt: skip
 FABRIC = {
     "chunks share a count": ([(REDUCED, REDUCED.replace(" + chunk,", ","))], "RD"),
@@ -111,7 +111,7 @@ TMA = {
     "starts a sum with the one before": ([("gl.where(source == 0, 0.0, total)", "total")], "W"),
 }  # fmt: skip
 
-# Two multipliers, tiles of one part; two shots: two chunks, of two tiles and of one, and an owner with fewer rows.
+# Two multipliers, tiles of one part; two shots: two chunks, of two tiles and of one, and an owner with fewer columns.
 TWO = dict(world=3, m=300, n=136, k=72, extras="br")
 PROBLEMS = {
     "one_shot": dict(schedule="one_shot", world=3, m=130, n=136, k=72, extras="brn"),

@@ -5,9 +5,9 @@ SHOTS says how often an element travels:
     0   never: a plain matmul into the result, for a world of one and for a reduction behind it
     1   every rank multiplies the whole product and sends its parts to a place per source of all ranks' slots, its own
         included. Behind the tile loop every rank sums the places in rank order in float32 (`hand_out`)
-    2   rank r owns `rows` rows from r * rows on. Tiles go in chunks, of every chunk the owners' r+1, r+2, ..., r in turn:
-        while one is multiplied the one before travels, and a mover, a warp of every CTA, brings what is finished from the
-        slots to the result
+    2   rank r owns `cols` columns from r * cols on, which suits any number of rows. Tiles go in chunks, of every chunk the
+        owners' r+1, r+2, ..., r in turn: while one is multiplied the one before travels, and a mover, a warp of every CTA,
+        brings what is finished from the slots to the result
 
 With two shots, intra-SM, parts go to a place per source of their owner; own tiles take in what the peers have sent (through
 the operand ring, behind the last K step), in float32. A finished part takes the place of its own source in the owner's
@@ -65,11 +65,12 @@ class Work:
     extras: Extras
     out: gl.tensor_descriptor  # [m, n], the result,
     residual: gl.tensor_descriptor  # and the residual
-    slots: gl.tensor_descriptor  # [world, slot x source or owner, rows, n], any rank's,
+    slots: gl.tensor_descriptor  # [world, slot x source or owner, rows, cols], any rank's,
     places: gl.tensor  # this rank's, as a pointer; in the fabric: all ranks' at once
     place_lines: gl.tensor  # the distance of two places in lines of LINE elements
     mover: Mover
-    rows: gl.tensor  # of an owner; one shot: all
+    rows: gl.tensor  # of a place: the product's, inter-SM in whole tiles
+    cols: gl.tensor  # of an owner, in whole tiles; one shot: all
     n: gl.tensor
     chunk_tiles: gl.tensor  # of one owner
     chunks: gl.tensor
@@ -80,13 +81,13 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, extras, out, residual, slots, places, place_lines, mover, rows, n, chunk_tiles, chunks,
+        self, matmul, flags, extras, out, residual, slots, places, place_lines, mover, rows, cols, n, chunk_tiles, chunks,
         SHOTS, PEERS, FABRIC, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags, self.extras = matmul, flags, extras
         self.out, self.residual = out, residual
         self.slots, self.places, self.place_lines, self.mover = slots, places, place_lines, mover
-        self.rows, self.n, self.chunk_tiles, self.chunks = rows, n, chunk_tiles, chunks
+        self.rows, self.cols, self.n, self.chunk_tiles, self.chunks = rows, cols, n, chunk_tiles, chunks
         self.SHOTS, self.PEERS = gl.constexpr(SHOTS), gl.constexpr(PEERS)
         self.FABRIC, self.GROUP = gl.constexpr(FABRIC), gl.constexpr(GROUP)
 
@@ -111,7 +112,7 @@ def is_own(work, phase):
 
 @gl.jit
 def locate(work, t):
-    """The t-th tile: its phase, its row in A, its row and column in the owner's rows."""
+    """The t-th tile: its phase, its row twice, its column."""
     if work.SHOTS == 2:
         return locate_in_chunks(work, t)
     else:
@@ -141,11 +142,11 @@ def load_more(work, at, phase, row, col, epoch, met):
             for half in gl.static_range(mm.HALVES):
                 buf = part_buf(mm, at, half, work.slots)
                 place = (epoch & 1) * flags.world + i + (i >= flags.rank).to(gl.int32)
-                where = [place, gl.where(met, row, work.rows) + half * mm.ROWS, col]
+                where = [place, gl.where(met, row, work.rows) + half * mm.ROWS, col - flags.rank * work.cols]
                 if i < work.PEERS:
                     gl.load_async(work.slots, flags.rank, where, buf, bar)
                 else:
-                    here = [flags.rank * work.rows + row + half * mm.ROWS, col]
+                    here = [row + half * mm.ROWS, col]
                     gl.tma_load(work.residual, here, bar, buf.reshape([mm.ROWS, mm.WIDTH]))
             at = mm.ring.next(at)
     return at
@@ -172,12 +173,15 @@ def store(work, phase, row, col, buf, epoch, met):
     elif work.SHOTS == 1:
         for i in range(flags.world):
             gl.store_async(work.slots, (flags.rank + 1 + i) % flags.world, [slot + flags.rank, row, col], buf)
-    elif mm.COMM_SMS > 0:
-        gl.store_async(work.slots, flags.rank, [slot + phase % flags.world, row, col], buf)
     else:
-        gl.store_async(work.slots, phase % flags.world, [slot + flags.rank, row, col], buf)
-        if is_own(work, phase):
-            gl.tma_store(work.out, [flags.rank * work.rows + row, col], buf.reshape([mm.ROWS, mm.WIDTH]))
+        owner = phase % flags.world
+        at = col - owner * work.cols
+        if mm.COMM_SMS > 0:
+            gl.store_async(work.slots, flags.rank, [slot + owner, row, at], buf)
+        else:
+            gl.store_async(work.slots, owner, [slot + flags.rank, row, at], buf)
+            if is_own(work, phase):
+                gl.tma_store(work.out, [row, col], buf.reshape([mm.ROWS, mm.WIDTH]))
 
 
 @gl.jit
@@ -203,13 +207,14 @@ def publish(work, phase, count, epoch):
 
 @gl.jit(
     do_not_specialize=[
-        "rank", "multicast", "place_lines", "eps", "flags_stride", "timeout_us", "m", "rows", "k", "chunk_tiles", "chunks",
-        "whole", "split",
+        "rank", "multicast", "place_lines", "eps", "flags_stride", "timeout_us", "m", "rows", "cols", "k", "chunk_tiles",
+        "chunks", "whole", "split",
     ]
 )  # fmt: skip
 def matmul_all_reduce_kernel(
     rank, a_desc, b_desc, out_desc, residual_desc, slots_desc, places, multicast, place_lines, total, normed, bias,
-    residual, weight, eps, scratch, flags_ptr, flags_stride, state, timeout_us, m, rows, n, k, chunk_tiles, chunks, whole, split,
+    residual, weight, eps, scratch, flags_ptr, flags_stride, state, timeout_us, m, rows, n, cols, k, chunk_tiles, chunks,
+    whole, split,
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     C_BUFS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
     SHOTS: gl.constexpr, COMM_SMS: gl.constexpr, FABRIC: gl.constexpr, HAS_BIAS: gl.constexpr,
@@ -220,7 +225,7 @@ def matmul_all_reduce_kernel(
     n = n // LINE * LINE  # as it is: the compiler learns that rows are aligned
     INTER: gl.constexpr = COMM_SMS > 0
     OWNERS: gl.constexpr = WORLD if SHOTS == 2 else 1
-    tiles = gl.cdiv(rows, BM) * gl.cdiv(n, BN) * OWNERS
+    tiles = gl.cdiv(rows, BM) * gl.cdiv(cols, BN) * OWNERS
     mm = make_matmul(
         a_desc, b_desc, slots_desc, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
         A_T, B_T, COMM_SMS,
@@ -233,8 +238,8 @@ def matmul_all_reduce_kernel(
         places = gl.multicast_pointer(multicast, slots_desc.dtype)
     extras = Extras(total, normed, bias, residual, weight, eps, m, n, HAS_BIAS, HAS_RESIDUAL, NORM, COLS)
     work = Work(
-        mm, flags, extras, out_desc, residual_desc, slots_desc, places, place_lines, mover, rows, n, chunk_tiles, chunks,
-        SHOTS, 0 if INTER else WORLD - 1, FABRIC, GROUP,
+        mm, flags, extras, out_desc, residual_desc, slots_desc, places, place_lines, mover, rows, cols, n, chunk_tiles,
+        chunks, SHOTS, 0 if INTER else WORLD - 1, FABRIC, GROUP,
     )  # fmt: skip
     gl.grid_dependency_wait()
     epoch = this_epoch(mm)

@@ -17,10 +17,9 @@ from tileweave.planner.matmul_all_reduce import (
     chunks_of,
     computing,
     count_tiles,
+    place_of,
     result_buffers,
-    rows_of,
     slot_bytes,
-    slot_columns,
 )
 from tileweave.planner.tiling import GROUP_ROWS, LANE_COLS, PART_BYTES, WARPS, columns_at_once, part_rows, whole_tiles
 
@@ -115,14 +114,14 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
     problem = problem_of(Site.of(fabric), call)
     channel = fabric.channel(NAME, 0, slot_bytes(problem, plan))
-    tiles, rows = count_tiles(problem, plan), rows_of(problem, plan)
+    tiles, (rows, cols) = count_tiles(problem, plan), place_of(problem, plan)
     sms = computing(problem, plan)
     whole = whole_tiles(tiles, sms, plan.split)
     grid = min(sms, whole + (tiles - whole) * plan.split)
     norms, fabric_sums = call.norm and shots == 1, plan.mechanism == "multimem"
     part = (part_rows(plan.tile), PART_BYTES // a.element_size())
     tail = (
-        channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n,
+        channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n, cols,
         a_rows.shape[0] if a_t else a_rows.shape[1], *chunks_of(problem, plan), whole, plan.split, problem.world,
         bm, bn, bk, plan.stages, result_buffers(plan), plan.split > 1, GROUP_ROWS, a_t, b_t, shots,
         plan.comm_sms, fabric_sums, call.bias, call.residual, norms,
@@ -130,8 +129,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     )  # fmt: skip
     slots: tuple | Box = slots_box(a.new_empty(1, 1, call.m, call.n), part)
     if shots:
-        shape = rows, slot_columns(problem, plan)
-        places, stride = parallel_view(channel.staging, 2 * problem.world, shape, call.dtype)
+        places, stride = parallel_view(channel.staging, 2 * problem.world, (rows, cols), call.dtype)
         everywhere = channel.multicast(places) if fabric_sums and channel.multicast else 0
         slots = (slots_box(places, part).at(places), places[fabric.rank], everywhere, stride // LANE_COLS)
     return Prepared(
