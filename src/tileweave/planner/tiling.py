@@ -51,6 +51,12 @@ def whole_tiles(tiles: int, sms: int, split: int) -> int:
     return tiles if split == 1 else tiles // sms * sms
 
 
+def box_rows(m: int, rows: int) -> int:
+    """Rows of A that a K step of tiles of `rows` rows loads: no more than the power of two that m rows need, and whole
+    swizzled lines."""
+    return min(rows, max(8, 1 << (m - 1).bit_length()))
+
+
 @dataclass(frozen=True)
 class Tiling:
     """A tile configuration, and what it takes on a CTA in microseconds: a launch, a K step, a tile's beginning and end,

@@ -62,6 +62,7 @@ class Matmul:
     BK: gl.constexpr
     HALVES: gl.constexpr  # multipliers
     ROWS: gl.constexpr  # of each
+    A_ROWS: gl.constexpr  # of A that a K step loads
     WIDTH: gl.constexpr
     SHARED: gl.constexpr
     A_T: gl.constexpr
@@ -71,7 +72,7 @@ class Matmul:
     @gl.constexpr_function
     def __init__(
         self, a_desc, b_desc, a_bufs, b_bufs, ring, c_bufs, result_0, result_1, flags, state, scratch,
-        k_steps, tiles, whole, split, BM, BN, BK, HALVES, ROWS, WIDTH, SHARED, A_T, B_T, COMM_SMS,
+        k_steps, tiles, whole, split, BM, BN, BK, HALVES, ROWS, A_ROWS, WIDTH, SHARED, A_T, B_T, COMM_SMS,
     ):  # fmt: skip
         self.a_desc, self.b_desc = a_desc, b_desc
         self.a_bufs, self.b_bufs, self.ring = a_bufs, b_bufs, ring
@@ -80,7 +81,7 @@ class Matmul:
         self.k_steps, self.tiles, self.whole, self.split = k_steps, tiles, whole, split
         self.BM, self.BN, self.BK = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(BK)
         self.HALVES, self.ROWS = gl.constexpr(HALVES), gl.constexpr(ROWS)
-        self.WIDTH, self.SHARED = gl.constexpr(WIDTH), gl.constexpr(SHARED)
+        self.A_ROWS, self.WIDTH, self.SHARED = gl.constexpr(A_ROWS), gl.constexpr(WIDTH), gl.constexpr(SHARED)
         self.A_T, self.B_T, self.COMM_SMS = gl.constexpr(A_T), gl.constexpr(B_T), gl.constexpr(COMM_SMS)
 
 
@@ -91,18 +92,27 @@ def make_matmul(
     SHARED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings of operands and of results, whose parts have the box of `c_desc`, the last two dimensions of
-    which are ROWS x WIDTH; `tiles` is how many output tiles the whole grid computes, the first `whole` of them alone."""
+    which are ROWS x WIDTH; `tiles` is how many output tiles the whole grid computes, the first `whole` of them alone.
+
+    A whose boxes have fewer rows than a tile has no more: the rows below are multiplied as zeros. TMA would fill them at
+    each step, which takes it longer than to load as many."""
     DIMS: gl.constexpr = len(c_desc.block_shape)
     ROWS: gl.constexpr = c_desc.block_shape[DIMS - 2]
     HALVES: gl.constexpr = BM // ROWS
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES] + a_desc.block_shape, a_desc.layout)
+    A_ROWS: gl.constexpr = BM if A_T else a_desc.block_shape[0]
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BK, BM] if A_T else [STAGES, BM, BK], a_desc.layout)
+    if A_ROWS < BM:
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        for i in range(STAGES):
+            a_bufs.index(i).store(gl.zeros([BM, BK], gl.float32, L).to(a_desc.dtype))
+        gl.fence_async_shared()
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [STAGES] + b_desc.block_shape, b_desc.layout)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [HALVES * C_BUFS] + c_desc.block_shape, c_desc.layout)
     result_0 = make_channel(C_BUFS, 1)
     result_1 = make_channel(C_BUFS, 1) if HALVES > 1 else result_0
     return Matmul(
         a_desc, b_desc, a_bufs, b_bufs, make_channel(STAGES, HALVES), c_bufs, result_0, result_1, flags, state, scratch,
-        gl.cdiv(k, BK), tiles, whole, split, BM, BN, BK, HALVES, ROWS, c_desc.block_shape[DIMS - 1], SHARED,
+        gl.cdiv(k, BK), tiles, whole, split, BM, BN, BK, HALVES, ROWS, A_ROWS, c_desc.block_shape[DIMS - 1], SHARED,
         A_T, B_T, COMM_SMS,
     )  # fmt: skip
 
@@ -195,7 +205,8 @@ def load_operands(work, at, bar, owner, a_row, col, step, epoch, there):
     if mm.A_T:
         gl.tma_load(mm.a_desc, [k, a_row], bar, a_buf)
     else:
-        gl.tma_load(mm.a_desc, [a_row, k], bar, a_buf)
+        boxes = gl.reinterpret(a_buf, mm.a_desc.dtype, [mm.BM // mm.A_ROWS, mm.A_ROWS, mm.BK], mm.a_desc.layout)
+        gl.tma_load(mm.a_desc, [a_row, k], bar, boxes.index(0))
     if mm.B_T:
         gl.tma_load(mm.b_desc, [col, k], bar, b_buf)
     else:
@@ -250,7 +261,7 @@ def load_role(
         for step in range(first, last):
             mm.ring.producer_wait(at)
             bar = mm.ring.ready_at(at)
-            gl.mbarrier_expect(bar, (mm.BM + mm.BN) * STEP_BYTES)
+            gl.mbarrier_expect(bar, (mm.A_ROWS + mm.BN) * STEP_BYTES)
             LOAD(work, at, bar, owner, a_row, col, step, epoch, there)
             at = mm.ring.next(at)
         if owner != previous:

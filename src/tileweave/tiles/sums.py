@@ -56,8 +56,9 @@ class Sums:
 
 @gl.jit
 def add_bias(extras, part, col, LAYOUT: gl.constexpr):
-    """`part`, at a column of the result, plus bias."""
+    """`part`, at a column of the result, a multiple of 8, plus bias."""
     if extras.HAS_BIAS:
+        col = col // 8 * 8  # as it is: now the compiler knows
         cols = col + gl.arange(0, part.shape[1], gl.SliceLayout(0, LAYOUT))
         part += gl.load(extras.bias + cols, mask=cols < extras.n, other=0.0).to(gl.float32)[None, :]
     return part

@@ -156,10 +156,10 @@ def load_more(work, at, phase, row, col, epoch, met):
 def epilogue(work, part, at, HALF: gl.constexpr, phase, row, col, LAYOUT: gl.constexpr):
     """Multiplier: a part of an own tile takes in what the peers have sent, residual and bias."""
     if is_own(work, phase):
+        part = add_bias(work.extras, part, col, LAYOUT)
         for i in range(work.PEERS + (1 if work.extras.HAS_RESIDUAL else 0)):
             part = take_part(work.matmul, part, at, HALF, work.slots, LAYOUT)
             at = work.matmul.ring.next(at)
-        part = add_bias(work.extras, part, col, LAYOUT)
     return part, at
 
 

@@ -21,7 +21,16 @@ from tileweave.planner.matmul_all_reduce import (
     result_buffers,
     slot_bytes,
 )
-from tileweave.planner.tiling import GROUP_ROWS, LANE_COLS, PART_BYTES, WARPS, columns_at_once, part_rows, whole_tiles
+from tileweave.planner.tiling import (
+    GROUP_ROWS,
+    LANE_COLS,
+    PART_BYTES,
+    WARPS,
+    box_rows,
+    columns_at_once,
+    part_rows,
+    whole_tiles,
+)
 
 
 class Extras(NamedTuple):
@@ -135,7 +144,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     return Prepared(
         call,
         a.device,
-        Box(a_rows, (bk, bm) if a_t else (bm, bk)),
+        Box(a_rows, (bk, bm) if a_t else (box_rows(call.m, bm), bk)),
         Box(b_rows, (bn, bk) if b_t else (bk, bn)),
         Box(a.new_empty(call.m, call.n), part),
         slots,
