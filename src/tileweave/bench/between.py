@@ -9,6 +9,7 @@ Contenders, which take turns, in another order each round; the slowest rank coun
     async-tp             torch.ops.symm_mem.fused_matmul_reduce_scatter, fused_all_gather_matmul
     one-shot, two-shot   torch.mm into symmetric memory, then torch.ops.symm_mem.{one,two}_shot_all_reduce
     matmul               torch.mm alone: what the transfer would cost nothing beside
+    own matmul           the op in a group of this rank alone: its kernel's matmul, with the tiles best for that
 
 Each is checked against a float32 truth on fresh data, then timed as replays of a CUDA graph of CALLS calls in a row, so
 that host time does not count; what cannot be captured is called eagerly and marked. Rank 0 prints a line for each shape
@@ -21,6 +22,7 @@ import os
 import random
 import statistics
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,12 @@ def world_name() -> Any:
     return group.group_name
 
 
+@cache
+def alone() -> Any:
+    """The group of this rank only."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
 def reduce_scatter(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
     """Contenders for matmul_reduce_scatter, and what they should find."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -80,6 +88,7 @@ def reduce_scatter(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
         "nccl": nccl,
         "async-tp": lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, world_name()),
         "matmul": lambda: torch.mm(a, b, out=product),
+        "own matmul": lambda: tw.matmul_reduce_scatter(a, b, alone()),
     }
     return runs, summed(a, b).chunk(world)[rank].clone()
 
@@ -100,6 +109,7 @@ def all_gather(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
         "nccl": nccl,
         "async-tp": lambda: torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, world_name())[1][0],
         "matmul": lambda: torch.mm(whole, b, out=product),
+        "own matmul": lambda: tw.all_gather_matmul(whole, b, alone()),
     }
     return runs, whole.float() @ b.float()
 
@@ -131,6 +141,7 @@ def all_reduce(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
         "one-shot": one_shot,
         "two-shot": two_shot,
         "matmul": lambda: torch.mm(a, b, out=product),
+        "own matmul": lambda: tw.matmul_all_reduce(a, b, alone()),
     }
     return runs, summed(a, b)
 

@@ -10,8 +10,9 @@ held against inter_sm, which fetches them once ahead. A contender's name is mech
 On virtual ranks W ranks share one GPU, each with 1/W of the SMs, so no link is measured, and copies within a GPU take
 SMs; products have W times the compute that they would have on W GPUs, lest transfers count W times as much. Between
 GPUs, one process each, the slowest rank counts. Calls are replayed from CUDA graphs, contenders take turns, in another
-order each round. Each result is checked against a float32 truth first. Prints a line a shape, the fastest plan of each
-schedule first, and writes JSON where --json says.
+order each round. Each result is checked against a float32 truth first. Prints a line a shape, the fastest plan of
+each schedule first, and writes JSON where --json says. Each plan is a kernel of its own to compile, one after the
+other: with --only, a few plans, several such processes beforehand fill Triton's cache side by side.
 """
 
 import argparse
@@ -85,8 +86,10 @@ def operands(op: str, size: int, share: int, world: int) -> tuple[torch.Tensor, 
     return x, y.t()
 
 
-def plans_of(op: str, a: torch.Tensor, b: torch.Tensor, world: int, sms: int, linked: bool) -> dict[str, Plan]:
-    """All plans that the op has, by name."""
+def plans_of(
+    op: str, a: torch.Tensor, b: torch.Tensor, world: int, sms: int, linked: bool, only: Sequence[str]
+) -> dict[str, Plan]:
+    """All plans that the op has, by name; those whose name starts with one of `only`, if there are any."""
     planner = OPS[op].planner
     problem = OPS[op].problem(a, b, world, sms, linked)
     best = planner.plan_for(problem)
@@ -101,7 +104,7 @@ def plans_of(op: str, a: torch.Tensor, b: torch.Tensor, world: int, sms: int, li
                     if not planner.unsupported(problem, plan):
                         found[f"{mechanism} {schedule} {comm_sms}"] = plan
                         break
-    return found
+    return {name: plan for name, plan in found.items() if not only or name.startswith(tuple(only))}
 
 
 def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
@@ -116,7 +119,7 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, out
 
 
-def on_virtual_ranks(op: str, world_size: int, size: int, rounds: int) -> dict:
+def on_virtual_ranks(op: str, world_size: int, size: int, rounds: int, only: Sequence[str]) -> dict:
     """A row of W ranks of one GPU."""
     pairs = [operands(op, size, size // 8 * world_size, world_size) for _ in range(world_size)]
     a, b = [x for x, _ in pairs], [y for _, y in pairs]
@@ -124,7 +127,7 @@ def on_virtual_ranks(op: str, world_size: int, size: int, rounds: int) -> dict:
     contenders: dict[str, Callable[[], None]] = {}
     errors: dict[str, float] = {}
     with virtual_world(world_size, "cuda", timeout=5.0) as world:
-        plans = plans_of(op, a[0], b[0], world_size, world.sms, False)
+        plans = plans_of(op, a[0], b[0], world_size, world.sms, False, only)
         for name, plan in plans.items():
 
             def rank_program(rank, group, plan=plan):
@@ -166,7 +169,7 @@ def together(graphs: Sequence, streams: Sequence) -> Callable[[], None]:
     return run
 
 
-def between_gpus(op: str, size: int, rounds: int) -> dict:
+def between_gpus(op: str, size: int, rounds: int, only: Sequence[str]) -> dict:
     """A row of a process for each GPU."""
     from tileweave.bench.between import checked, timed
 
@@ -177,7 +180,7 @@ def between_gpus(op: str, size: int, rounds: int) -> dict:
     dist.all_gather(all_b, b.contiguous())
     truth = OPS[op].truth(all_a, all_b)[rank]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    plans = plans_of(op, a, b, world, sms, True)
+    plans = plans_of(op, a, b, world, sms, True, only)
     runs: dict[str, Callable[[], Any]] = {
         name: partial(getattr(tw, op), a, b, plan=plan) for name, plan in plans.items()
     }
@@ -213,6 +216,9 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--worlds", type=int, nargs="+", default=WORLDS, help="of virtual ranks")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="TEXT", help="plans whose name starts with one of these"
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args()
     if unknown := set(options.ops) - set(OPS):
@@ -225,7 +231,10 @@ def main() -> None:
     worlds = [dist.get_world_size()] if between else options.worlds
     rows = []
     for op, world, size in [(op, world, size) for op in options.ops for world in worlds for size in options.sizes]:
-        found = between_gpus(op, size, options.rounds) if between else on_virtual_ranks(op, world, size, options.rounds)
+        if between:
+            found = between_gpus(op, size, options.rounds, options.only)
+        else:
+            found = on_virtual_ranks(op, world, size, options.rounds, options.only)
         rows.append(found)
         torch.cuda.empty_cache()
         if speaks:

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-ALONE = ("matmul", "attention")  # contenders that transfer nothing
+ALONE = ("matmul", "own matmul", "attention")  # contenders that transfer nothing
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

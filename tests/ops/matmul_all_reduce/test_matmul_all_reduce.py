@@ -227,10 +227,13 @@ def test_one_shot_up_to_a_size_then_two_shots():
     assert times == sorted(times) and times[0] > 0
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
-def test_two_shots_of_few_rows_are_not_chosen(world):
-    """Each owner's tiles would read the weights again: measured on virtual ranks, 152 and 515 us with W = 2 and 4."""
-    assert plan_for(Problem(256, 8192, 8192, world, 132 // world, linked=False)).schedule == "one_shot"
+# Rows up to which one shot is ahead of two, of [M, 8192] @ [8192, 8192] on virtual ranks of an H200, of M = 1, 16, 64, 128
+# and 256; both take as long, within 3 us, at the next M with two ranks and at 64 with four.
+@pytest.mark.parametrize("world, most", [(2, 128), (4, 16), (8, 1)])
+def test_one_shot_is_chosen_as_long_as_it_was_measured_to_be_ahead(world, most):
+    for m in (1, 16, 64, 128, 256):
+        chosen = plan_for(Problem(m, 8192, 8192, world, 132 // world, linked=False)).schedule
+        assert chosen == ("one_shot" if m <= most else "intra_sm"), m
 
 
 def test_the_fabric_sums_large_products_where_it_can():
