@@ -227,8 +227,8 @@ def test_one_shot_up_to_a_size_then_two_shots():
     assert times == sorted(times) and times[0] > 0
 
 
-# Rows up to which one shot is ahead of two, of [M, 8192] @ [8192, 8192] on virtual ranks of an H200, of M = 1, 16, 64, 128
-# and 256; both take as long, within 3 us, at the next M with two ranks and at 64 with four.
+# Rows up to which one shot is ahead of two, of [M, 8192] @ [8192, 8192] on virtual ranks of an H200, of M = 1, 16, 64,
+# 128 and 256; both take as long, within 3 us, at the next M with two ranks and at 64 with four.
 @pytest.mark.parametrize("world, most", [(2, 128), (4, 16), (8, 1)])
 def test_one_shot_is_chosen_as_long_as_it_was_measured_to_be_ahead(world, most):
     for m in (1, 16, 64, 128, 256):
