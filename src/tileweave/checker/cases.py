@@ -22,7 +22,11 @@ class Case(Protocol):
     def ranks(self) -> int:
         """How many ranks its worlds have."""
 
-    def run(self, seed: int) -> str:
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """How it can be run besides as it is written: `ways` of trial.py."""
+
+    def run(self, seed: int, way: str = "") -> str:
         """Run once, in worlds that take their order from `seed`; returns which variant of the case this was ("": it has
         one). AssertionError if a result is wrong."""
 
@@ -61,7 +65,12 @@ class FunctionCase:
             )
         return found
 
-    def run(self, seed: int) -> str:
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """As it is written."""
+        return ()
+
+    def run(self, seed: int, way: str = "") -> str:
         """Call the function once."""
         return call(self.function(), self.ranks, self.sms, seed)
 
@@ -79,7 +88,12 @@ class CallableCase:
         """The function's name."""
         return getattr(self.function, "__qualname__", repr(self.function))
 
-    def run(self, seed: int) -> str:
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """As it is written."""
+        return ()
+
+    def run(self, seed: int, way: str = "") -> str:
         """Call the function once."""
         return call(self.function, self.ranks, self.sms, seed)
 

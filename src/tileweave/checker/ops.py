@@ -5,9 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 import tileweave as tw
 from tileweave import Plan
-from tileweave.checker.problems import PROBLEMS, Options, Results
+from tileweave.checker.problems import PROBLEMS, OpProblem, Options, Results
+from tileweave.checker.trial import REPLAY, STREAMS
 from tileweave.ops.attention import Tiling
 from tileweave.ops.matmul_reduce_scatter import relative_error
 
@@ -124,14 +127,22 @@ class OpCase:
         planned = [{key: x for key, x in options.items() if key != "plan"} for options in variants.values()]
         return {", ".join(f"{key}={x}" for key, x in options.items()): options for options in planned}
 
-    def run(self, seed: int) -> str:
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """A graph of one call replayed, and calls of another op between them."""
+        return REPLAY, STREAMS
+
+    def run(self, seed: int, way: str = "") -> str:
         """The calls once, in the variant that is the seed's turn; AssertionError if one of the results is wrong."""
         variants = list(self.all_variants.items())
         name, options = variants[seed % len(variants)]
         op, sizes = PROBLEMS[self.op], tuple(self.sizes.items())
+        if way == REPLAY:
+            options = op.replay(self.sizes) | options
         calls = [_operands(self.op, self.ranks, sizes, call) for call in range(self.calls)]
         with tw.virtual_world(self.ranks, device="cpu", seed=seed, sms=self.sms) as world:
-            results = world.run(lambda rank, group: [op.call(x[rank], group, **options) for x in calls])
+            made = {"": _one_by_one, REPLAY: _replayed, STREAMS: _in_turn}[way]
+            results = world.run(lambda rank, group: made(op, [x[rank] for x in calls], group, options))
         asked = tuple((key, x) for key, x in options.items() if key not in ("plan", "tiling"))
         limit = op.tolerance(self.ranks, bool(options.get("deterministic")))
         for call in range(self.calls):
@@ -147,6 +158,37 @@ class OpCase:
                 raise AssertionError(
                     f"call {call} of rank {rank}: relative error {error:.1e} against float32, {limit:.1e} is tolerable"
                 )
+
+
+def _one_by_one(op: OpProblem, calls: list[tuple], group: Any, options: Options) -> list[Results]:
+    return [op.call(x, group, **options) for x in calls]
+
+
+def _replayed(op: OpProblem, calls: list[tuple], group: Any, options: Options) -> list[Results]:
+    """A call to warm up, another one captured on memory that the graph knows, and that one replayed for each call."""
+    held = tuple(x.clone(memory_format=torch.preserve_format) for x in calls[-1])
+    op.call(held, group, **options)
+    with group.world.capture() as graph:
+        outs = op.call(held, group, **options)
+    results = []
+    for x in calls:
+        for mine, new in zip(held, x, strict=True):
+            mine.copy_(new)
+        graph.replay()
+        results.append(tuple(out.clone() for out in outs))
+    return results
+
+
+def _in_turn(op: OpProblem, calls: list[tuple], group: Any, options: Options) -> list[Results]:
+    """Each behind a sum over all ranks, which has flags and slots of its own; the sums must be right as well."""
+    ranks, results = group.size(), []
+    for call, x in enumerate(calls):
+        mine = torch.full((3, 8), float(group.rank + call))
+        total = tw.all_reduce(mine, group)
+        results.append(op.call(x, group, **options))
+        if not (total == call * ranks + ranks * (ranks - 1) / 2).all():
+            raise AssertionError(f"call {call} of the other op, all_reduce, on rank {group.rank}: got {total}")
+    return results
 
 
 @lru_cache(maxsize=32)

@@ -24,7 +24,8 @@ class OpProblem:
     """What an op computes. room: its folder in ops; sizes: default sizes of the whole problem; grain: what a rank's
     share of each is a multiple of (for sizes that are shared out); operands: of each rank, from sizes, ranks and the
     number of the call; truth: of all ranks' operands, under a variant's options; tolerance: of the relative error, from
-    ranks and whether the sum has a fixed order; call: the op, of one rank's operands, in a group, with options.
+    ranks and whether the sum has a fixed order; call: the op, of one rank's operands, in a group, with options; replay:
+    options without which a graph of a call cannot be replayed on other data, from sizes.
     """
 
     room: str
@@ -34,6 +35,7 @@ class OpProblem:
     truth: Callable[[list[tuple], Options], list[Results]]
     tolerance: Callable[[int, bool], float]
     call: Callable[..., Results]
+    replay: Callable[[dict[str, int]], Options] = lambda sizes: {}
 
 
 def _normal(*shape: int, seed: int) -> torch.Tensor:
@@ -236,10 +238,11 @@ def _dispatch(x: tuple, group: Any, gated: bool = False, transposed: bool = Fals
     return (tw.moe_combine(y, route, group),)
 
 
-def _combine(x: tuple, group: Any, transposed: bool = False, **options: Any) -> Results:
+def _combine(x: tuple, group: Any, transposed: bool = False, capacity: int | None = None, **options: Any) -> Results:
     """Behind a dispatch as the planner has it."""
     tokens, index, weight, w, _, everything, _, down, _ = x
-    y, route = tw.moe_dispatch_matmul(tokens, index, w, group, topk_weight=weight, experts=everything.shape[0])
+    total = everything.shape[0]
+    y, route = tw.moe_dispatch_matmul(tokens, index, w, group, topk_weight=weight, experts=total, capacity=capacity)
     return (tw.moe_matmul_combine(y, _across(down) if transposed else down, route, group, **options),)
 
 
@@ -250,6 +253,7 @@ _SEQUENCE = {"heads": 8, "kv_heads": 4, "seq": 512, "dim": 64}
 _ALONE = {"heads": 4, "kv_heads": 2, "seq": 320, "dim": 64}
 _TOKENS = {"tokens": 400, "hidden": 136, "inner": 136, "experts": 10, "topk": 2}
 _MATRIX = {"m": 256, "n": 256}
+_ROOMY: Callable[[dict[str, int]], Options] = lambda s: {"capacity": s["tokens"] * s["topk"]}  # noqa: E731
 PROBLEMS = {
     "matmul_reduce_scatter": OpProblem(
         "matmul_reduce_scatter", {"m": 512, "n": 512, "k": 2048}, {"m": 16, "k": 64}, _split_k, _scattered,
@@ -293,9 +297,9 @@ PROBLEMS = {
         _grouped,
     ),
     "moe_dispatch_matmul": OpProblem(
-        "moe", _TOKENS, {}, _tokens, _combined, lambda ranks, deterministic: 0.02, _dispatch
+        "moe", _TOKENS, {}, _tokens, _combined, lambda ranks, deterministic: 0.02, _dispatch, _ROOMY
     ),
     "moe_matmul_combine": OpProblem(
-        "moe", _TOKENS, {}, _tokens, _combined_twice, lambda ranks, deterministic: 0.02, _combine
+        "moe", _TOKENS, {}, _tokens, _combined_twice, lambda ranks, deterministic: 0.02, _combine, _ROOMY
     ),
 }  # fmt: skip

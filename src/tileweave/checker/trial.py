@@ -9,8 +9,13 @@
 | a rank's transfers land late | only those that it has issued |
 | loads are late | TMA loads read only when nobody else can run |
 | products are late | wgmma read their operands only when nobody else can run |
+| graph replay | a captured call is replayed with new data in the same memory, under the same launch arguments |
+| graph replay, a rank is slow | the same, and none of that rank's agents runs while another rank's can |
+| two streams | calls take turns with those of another op, on a stream of its own, chained in host order |
+| two streams, a rank starts late | the same, and that rank launches only when no other rank can go on |
 
-All of them meet the random order and PCT, and every variant of the case, as seeds go on.
+The last four run the calls another way, so a case must know how: those of ops do (`Case.ways`). All scenarios meet the
+random order and PCT, and every variant of the case, as seeds go on.
 """
 
 from __future__ import annotations
@@ -36,15 +41,24 @@ SCENARIOS: dict[str, Callable[[int], list[tuple]]] = {
     "loads are late": lambda rank: [("op", "TMA load")],
     "products are late": lambda rank: [("op", "wgmma")],
 }
+REPLAY, STREAMS = "graph replay", "two streams"  # ways to run a case
+_WAYS: dict[str, tuple[str, Callable[[int], list[tuple]]]] = {
+    "graph replay": (REPLAY, SCENARIOS["calm"]),
+    "graph replay, rank {} is slow": (REPLAY, SCENARIOS["rank {} is slow"]),
+    "two streams": (STREAMS, SCENARIOS["calm"]),
+    "two streams, rank {} starts late": (STREAMS, SCENARIOS["rank {} starts late"]),
+}
 _KINDS = {RaceError: "race", DeadlockError: "deadlock", ProtocolError: "misuse"}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a seed stands for. Every third one takes PCT, with runs taken to have anything from 30 to 30,000 steps."""
+    """What a seed stands for. Every third one takes PCT, with runs taken to have anything from 30 to 30,000 steps.
+    `ways`: those of the case."""
 
     seed: int
     ranks: int
+    ways: tuple[str, ...] = ()
 
     @property
     def order(self) -> str:
@@ -52,19 +66,30 @@ class Trial:
         return "priorities" if self.seed % 3 == 2 else "random"
 
     @property
+    def _all(self) -> list[tuple[str, str, Callable[[int], list[tuple]]]]:
+        """Every scenario: its name, the way it runs the case, whom it holds up."""
+        own = [(name, way, held) for name, (way, held) in _WAYS.items() if way in self.ways]
+        return [(name, "", held) for name, held in SCENARIOS.items()] + own
+
+    @property
     def rank(self) -> int:
         """The rank that the scenario is about."""
-        return self.seed // len(SCENARIOS) % self.ranks
+        return self.seed // len(self._all) % self.ranks
 
     @property
     def scenario(self) -> str:
         """What is done to the fabric."""
-        return list(SCENARIOS)[self.seed % len(SCENARIOS)].format(self.rank)
+        return self._all[self.seed % len(self._all)][0].format(self.rank)
+
+    @property
+    def way(self) -> str:
+        """How the case is run; "": as it is written."""
+        return self._all[self.seed % len(self._all)][1]
 
     @property
     def held(self) -> list[tuple]:
         """The agents that run when nobody else can, as a World takes them."""
-        return list(SCENARIOS.values())[self.seed % len(SCENARIOS)](self.rank)
+        return self._all[self.seed % len(self._all)][2](self.rank)
 
     def strategy(self, index: int) -> Strategy:
         """The order of the index-th world."""
@@ -105,9 +130,9 @@ class Outcome:
 def run_trial(case: Case, seed: int, max_steps: int | None = None) -> Outcome:
     """Run a case once, in the order that the seed stands for. A world that takes more than `max_steps` steps is taken
     to have no end, which is reported as a deadlock."""
-    trial = Trial(seed, case.ranks)
+    trial = Trial(seed, case.ranks, case.ways)
     choice = Choice(lambda _, index: trial.strategy(index), trial.held, max_steps)
-    variant, finding = _run(case, seed, choice)
+    variant, finding = _run(case, seed, choice, trial.way)
     steps = sum(world.steps for world in choice.worlds)
     coverage = [world.coverage.told() for world in choice.worlds]
     return Outcome(seed, trial.order, trial.scenario, variant, steps, coverage, finding)
@@ -125,10 +150,10 @@ def run_orders(case: Case, seed: int, search: Exploration) -> Iterator[Outcome]:
             yield Outcome(seed, "every one", "calm", variant, steps, coverage, finding)
 
 
-def _run(case: Case, seed: int, choice: Choice) -> tuple[str, Finding | None]:
+def _run(case: Case, seed: int, choice: Choice, way: str = "") -> tuple[str, Finding | None]:
     with choosing(choice):
         try:
-            return case.run(seed), None
+            return case.run(seed, way), None
         except EmulatorError as error:
             kind = next(kind for type_, kind in _KINDS.items() if isinstance(error, type_))
             return "", Finding(kind, RuntimeError.__str__(error), error.told)
@@ -141,14 +166,14 @@ def _run(case: Case, seed: int, choice: Choice) -> tuple[str, Finding | None]:
 
 def shortened(case: Case, seed: int, *, tries: int = 60, seconds: float = 20.0) -> Finding:
     """The finding of a seed again, in the shortest schedule that can be found in so many tries or seconds."""
-    trial = Trial(seed, case.ranks)
+    trial = Trial(seed, case.ranks, case.ways)
     recorded: list[Recorded] = []
 
     def record(_: int, index: int) -> Strategy:
         recorded.append(Recorded(trial.strategy(index)))
         return recorded[-1]
 
-    _, finding = _run(case, seed, Choice(record, trial.held))
+    _, finding = _run(case, seed, Choice(record, trial.held), trial.way)
     if finding is not None and not recorded:  # it does not take a world to show
         return finding
     if finding is None:
@@ -157,7 +182,7 @@ def shortened(case: Case, seed: int, *, tries: int = 60, seconds: float = 20.0) 
 
     def again(strategy: Strategy) -> Finding | None:
         choice = Choice(lambda _, index: strategy if index == last else trial.strategy(index), trial.held)
-        return _run(case, seed, choice)[1]
+        return _run(case, seed, choice, trial.way)[1]
 
     def fails(replay: Replay) -> bool:
         found = again(replay)

@@ -12,6 +12,7 @@ from tileweave.emulator.places import Place
 
 if TYPE_CHECKING:
     from tileweave.emulator.agents import Partition
+    from tileweave.emulator.graphs import Graph
     from tileweave.emulator.world import World
 
 _PACKAGE = __name__.rpartition(".")[0]
@@ -34,6 +35,7 @@ class Host:
         self.result: Any = None
         self.error: BaseException | None = None
         self.met: Any = None
+        self.graph: Graph | None = None  # that is being made
         self.waiters: list = []
         self._job: Callable[[], Any] | None = None
         self._answer: Any = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from tileweave.emulator.copies import finish, start
 from tileweave.emulator.coverage import Coverage
 from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
 from tileweave.emulator.explain import Race, deadlock, told_of
+from tileweave.emulator.graphs import Graph, capturing
 from tileweave.emulator.hosts import Host
 from tileweave.emulator.memory import Memory
 from tileweave.emulator.rebuild import rebuilt, translate
@@ -161,7 +162,17 @@ class World:
         for option in _COMPILE_OPTIONS:
             kwargs.pop(option, None)
         grid = (*map(int, grid), 1, 1)[:3]
-        host.submit(lambda: self._launch(host.part, kernel, grid, args, kwargs, num_warps, copies), "launch")
+
+        def work() -> None:
+            host.submit(lambda: self._launch(host.part, kernel, grid, args, kwargs, num_warps, copies), "launch")
+
+        if host.graph is not None:
+            host.graph.work.append(work)
+        work()
+
+    def capture(self) -> AbstractContextManager[Graph]:
+        """Inside fn: `with world.capture() as graph` notes what this rank launches and computes, for graph.replay()."""
+        return capturing(self._host("capture"))
 
     def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
         """Inside fn, by every rank: all meet, one of them runs `action`, and all return its result.

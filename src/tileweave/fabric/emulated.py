@@ -35,6 +35,11 @@ class EmulatedWorld(World):
     def _make_fabric(self, rank: int) -> "EmulatedFabric":
         return EmulatedFabric(self, rank)
 
+    def capture(self) -> Any:
+        """Inside `run`: `with world.capture() as graph:` notes what the calling rank does; `graph.replay()` does it
+        again, as a CUDA graph would."""
+        return self._machine.capture()
+
     def _run(self, body: Callable[[int], T]) -> list[T]:
         from tileweave import emulator
 

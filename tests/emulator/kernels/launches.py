@@ -96,3 +96,23 @@ def pushes(
         total += gl.load(slots + (rank * SLOTS + slot) * W + source)
     gl.store(out + rank, total)
     gl.store(state + rank, epoch)
+
+
+@gl.jit
+def pushes_values(rank, W: gl.constexpr, slots, out, flags_ptr, stride, state, values, number, NUMBERED: gl.constexpr):
+    """The same of a value in memory, with two slots. NUMBERED: the host says which call it is."""
+    value = gl.load(values)
+    flags = gl.Flags(flags_ptr, stride, rank, W, 1000)
+    epoch = number if NUMBERED else gl.load(state + rank) + 1
+    slot = epoch & 1
+    for i in range(1, W):
+        gl.store(slots + ((rank + i) % W * 2 + slot) * W + rank, value)
+    gl.barrier()
+    gl.signal_all(flags, rank, epoch)
+    gl.wait_all(flags, 0, W, epoch)
+    total = value
+    for i in range(1, W):
+        source = (rank + W - i) % W
+        total += gl.load(slots + (rank * 2 + slot) * W + source)
+    gl.store(out + rank, total)
+    gl.store(state + rank, epoch)

@@ -1,0 +1,54 @@
+"""Scenarios that run an op's calls another way: a graph replayed, another op's calls between them."""
+
+from dataclasses import replace
+
+from tileweave.checker import SCENARIOS, CallableCase, OpCase, check
+from tileweave.checker.problems import PROBLEMS
+from tileweave.checker.trial import REPLAY, STREAMS, Trial, run_trial
+from tileweave.fabric.workspace import Workspace
+
+SMALL = OpCase("all_gather", 2, {"m": 32, "n": 16})
+
+
+def test_seeds_of_ops_go_through_more_scenarios_than_those_of_functions():
+    of_ops, of_all = ({Trial(seed, 2, ways).scenario for seed in range(100)} for ways in (SMALL.ways, ()))
+    assert of_ops - of_all == {
+        "graph replay", "two streams", *(f"graph replay, rank {rank} is slow" for rank in range(2)),
+        *(f"two streams, rank {rank} starts late" for rank in range(2)),
+    }  # fmt: skip
+    assert not CallableCase(print).ways
+    orders = {(Trial(seed, 2, SMALL.ways).order, Trial(seed, 2, SMALL.ways).way) for seed in range(100)}
+    assert len(orders) == 6
+
+
+def test_a_report_counts_them():
+    report = check(SMALL, range(len(SCENARIOS) + 4), processes=1)
+    assert report.ok and {"graph replay", "two streams", "two streams, a rank starts late"} <= set(report.scenarios)
+
+
+def kinds(case, way):
+    """The kinds of what some schedules found, the case run this way; None: nothing."""
+    trials = [trial for trial in (Trial(seed, case.ranks, case.ways) for seed in range(60)) if trial.way == way]
+    findings = [run_trial(case, trial.seed).finding for trial in trials[:4]]
+    return {finding.kind if finding else None for finding in findings}
+
+
+def test_a_copy_of_an_operand_that_is_kept_by_its_address_is_stale_in_a_replay(monkeypatch):
+    real, kept = PROBLEMS["all_gather"], {}
+
+    def call(x, group, **options):
+        copy = kept.setdefault(x[0].data_ptr(), (x[0], x[0].clone()))[1]
+        return real.call((copy,), group, **options)
+
+    monkeypatch.setitem(PROBLEMS, "all_gather", replace(real, call=call))
+    assert kinds(SMALL, "") == {None}
+    assert kinds(SMALL, REPLAY) == {"wrong result"}
+
+
+def test_ops_that_share_flags_are_found_where_they_take_turns(monkeypatch):
+    case = OpCase("matmul_reduce_scatter", 2, {"m": 64, "n": 64, "k": 128})
+    for name in ("find", "grow"):
+        real = getattr(Workspace, name)
+        monkeypatch.setattr(Workspace, name, lambda self, op, *rest, real=real: real(self, "all", *rest))
+    assert kinds(case, "") == {None}
+    assert None not in kinds(case, STREAMS)
