@@ -15,14 +15,14 @@ from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
-FILES = ("ops/matmul_all_reduce/kernel.py", "tiles/phases.py", "tiles/mover.py", "tiles/reducer.py")
+FILES = ("ops/matmul_all_reduce/kernel.py", "tiles/phases.py", "tiles/mover.py", "tiles/reducer.py", "tiles/sums.py")
 PERFORMED = "        gl.store_wait(0)\n        gl.barrier()\n        chunk, owner ="
 COUNTED = "count_up(mm, SENT + phase, count, tiles * (mm.BN // mm.WIDTH) * mm.HALVES)"
 MEET = "met = gl.wait_all(work.flags, phase - work.flags.rank, work.flags.world, epoch, skip=phase)\n        gl.fence_proxy_async()\n"
-BEHIND = "met = gl.wait_all(work.flags, 0, work.flags.world, epoch)"
+BEHIND = "met = gl.wait_all(sums.flags, 0, sums.flags.world, epoch)"
 ARRIVE = "there = gl.wait(work.flags, work.chunks * work.flags.world + phase, epoch)"
 ALL = "gl.signal_all(flags, (work.SHOTS - 1) * work.chunks * flags.world + phase, epoch)"
-SLOTS = ("slot = (epoch & 1) * flags.world", "place = (epoch & 1) * flags.world + i ", "place = (epoch & 1) * work.flags.world + source", "where = [(epoch & 1) * flags.world + owner")  # fmt: skip
+SLOTS = ("slot = (epoch & 1) * flags.world", "place = (epoch & 1) * flags.world + i ", "place = (epoch & 1) * sums.flags.world + source", "where = [(epoch & 1) * flags.world + owner")  # fmt: skip
 
 COUNT = {  # of parts, in every schedule
     "published after the read wait only": ([(PERFORMED, "        gl.barrier()\n        chunk, owner =")], "R"),
@@ -46,9 +46,9 @@ ONE_SHOT = {
     "waits for all ranks but the last": ([(BEHIND, BEHIND.replace("world, epoch", "world - 1, epoch"))], "R"),
     "does not send to the last peer": ([("for i in range(flags.world):\n            gl.store_async", "for i in range(flags.world - 1):\n            gl.store_async")], "RW"),
     "sums all sources but the last": ([("(first + j < flags.world)", "(first + j < flags.world - 1)")], "W"),
-    "stores into the place of another source": ([("[slot + flags.rank, row, col], buf)\n    elif", "[slot + (flags.rank ^ 1), row, col], buf)\n    elif")], "RPW"),
+    "stores into the place of another source": ([("[slot + flags.rank, row, col], buf)\n    else", "[slot + (flags.rank ^ 1), row, col], buf)\n    else")], "RPW"),
     # harmless
-    "waits for the peers in another order": ([(BEHIND, "count = work.flags.world\n    met = gl.wait(work.flags, count - 1, epoch) & gl.wait_all(work.flags, 0, count - 1, epoch)")], None),
+    "waits for the peers in another order": ([(BEHIND, "count = sums.flags.world\n    met = gl.wait(sums.flags, count - 1, epoch) & gl.wait_all(sums.flags, 0, count - 1, epoch)")], None),
     "sends to itself first": ([("(flags.rank + 1 + i) % flags.world, [slot", "(flags.rank + i) % flags.world, [slot")], None),
     "a barrier more": ([(PERFORMED, PERFORMED.replace("        chunk", "        gl.barrier()\n        chunk"))], None),
 }  # fmt: skip
