@@ -2,8 +2,8 @@
 
     python -m tileweave.checker.tables docs/mutants.md
 
-rewrites what stands between `<!-- mutants -->` and `<!-- end -->`, from figures/mutants_*.json and
-figures/schedules.json beside it.
+rewrites what stands between `<!-- situations -->` or `<!-- mutants -->` and `<!-- end -->`, from situations.json here,
+and figures/mutants_*.json and figures/schedules.json beside the page.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _REASONS = json.loads(Path(__file__).with_name("harmless.json").read_text())
-_BLOCK = re.compile(r"(<!-- mutants -->\n).*?(<!-- end -->)", re.DOTALL)
+SITUATIONS = json.loads(Path(__file__).with_name("situations.json").read_text())
 
 
 def reason(key: str) -> str | None:
@@ -30,7 +30,42 @@ def page(text: str, folder: Path) -> str:
     if book.exists():
         parts.append(_passed(json.loads(book.read_text())))
     parts += [_caught(each) for each in figures]
-    return _BLOCK.sub(lambda found: found[1] + "\n".join(parts) + found[2], text)
+    text = _filled(text, "situations", _situations(figures))
+    return _filled(text, "mutants", "\n".join(parts))
+
+
+def _filled(text: str, name: str, made: str) -> str:
+    """A page with what a block of this name holds replaced."""
+    block = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end -->)", re.DOTALL)
+    return block.sub(lambda found: found[1] + made + found[2], text)
+
+
+def standing_for(situation: dict[str, Any], figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The judged mutants that are a situation's fault."""
+    patterns = situation.get("mutants", [])
+    return [one for each in figures for one in each["mutants"] if any(re.search(p, one["key"]) for p in patterns)]
+
+
+def _situations(figures: list[dict[str, Any]]) -> str:
+    rows = []
+    for each in SITUATIONS:
+        judged = standing_for(each, figures)
+        shown = []
+        if judged:
+            caught = Counter(one["caught"] for one in judged if one["caught"])
+            operators = ", ".join(sorted({one["operator"] for one in judged}))
+            kinds = ", ".join(f"{kind} {n}" for kind, n in caught.most_common())
+            shown.append(f"mutants ({operators}): {caught.total()} of {len(judged)} caught, {kinds}")
+        shown += [f"planted: {_test(test)}" for test in each.get("planted", [])]
+        shown += [_test(test) for test in each.get("tests", [])] + [each[name] for name in ("but",) if name in each]
+        kind = "protocol" if each.get("protocol") else ""
+        rows.append([each["seen"], each["what"], kind, "; ".join(shown) or "no test yet"])
+    return _rows(["seen in", "situation", "kind", "here"], rows)
+
+
+def _test(path: str) -> str:
+    file, _, name = path.partition("::")
+    return f"[{name}](../tests/{file})"
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> str:
