@@ -40,6 +40,7 @@ from tileweave.ops.contract import Site
 from tileweave.ops.ring_attention import check as ring_check
 from tileweave.ops.ring_attention import launch as ring_launch
 from tileweave.ops.sequence.contract import likes
+from tileweave.ops.sequence.launch import fused
 from tileweave.ops.sequence.placement import place_sequence
 from tileweave.ops.ulysses_attention import check as ulysses_check
 from tileweave.ops.ulysses_attention import launch as ulysses_launch
@@ -131,7 +132,7 @@ def ring(case: Case, q, k, v, rank: int, real: VirtualFabric, comm_sms: int | No
     made = {}
 
     def keep(name: str, fabric: Recorder, call: ring_check.Call, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
-        (out, _), _ = ring_launch.fused(fabric, call, q_own, k, v, plan)
+        (out, _), _ = fused(ring_launch.prepare, fabric, call, q_own, k, v, plan)
         made[name] = Made(fabric.kept, out, 0, places)
 
     keep("fused", Recorder(real, False), call, plan, k_own, v_own)
@@ -152,13 +153,13 @@ def ulysses(case: Case, q, k, v, rank: int, real: VirtualFabric, comm_sms: int |
     call, route = ulysses_check.settle(Site.of(real), *likes(q_own, k_own, v_own), *options, None)
     plan = settled(route.plan, comm_sms)
     fabric = Recorder(real, False)
-    (out, _), _ = ulysses_launch.fused(fabric, call, q_own, k_own, v_own, plan)
+    (out, _), _ = fused(ulysses_launch.prepare, fabric, call, q_own, k_own, v_own, plan)
     made = {"fused": Made(fabric.kept, out, 0, place_sequence(places, case.world, rank, 0))}
     q, k, v = (x.chunk(case.world, 1)[rank] for x in (q, k, v))  # all rows of its heads
     call, first = ulysses_check.check(1, *likes(q, k, v), *options), rank * case.heads // case.world
     for name, sms in (("local", real.sms - plan.comm_sms), ("local, all", real.sms)):
         fabric = kept_sms(Recorder(real, True), sms)
-        (out, _), _ = ulysses_launch.fused(fabric, call, q, k, v, replace(plan, comm_sms=0))
+        (out, _), _ = fused(ulysses_launch.prepare, fabric, call, q, k, v, replace(plan, comm_sms=0))
         made[name] = Made(fabric.kept, out, first, places)
     return made, plan
 

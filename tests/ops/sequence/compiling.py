@@ -18,6 +18,7 @@ from tests.ops.sequence.variants import VARIANTS
 from tileweave.bench import compile as compiler
 from tileweave.ops.contract import Site
 from tileweave.ops.sequence.contract import likes
+from tileweave.ops.sequence.launch import fused
 
 
 def multiplying_loops(sass) -> list[tuple[int, int]]:
@@ -59,7 +60,7 @@ def compiled(
         return usage, sass
 
     with mock.patch.object(compiler, "_disassembled", kept):
-        launch.fused(fabric, call, q, k, v, route.plan, cu_seqlens)
+        fused(launch.prepare, fabric, call, q, k, v, route.plan, cu_seqlens)
     return {**fabric.reports[-1], "loops": found}
 
 

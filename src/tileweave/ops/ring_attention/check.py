@@ -3,47 +3,30 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.contract import Shape, check_packed, check_shape, unfusable
-from tileweave.ops.sequence.contract import check_kinds as check_tensors
+from tileweave.ops.sequence import contract
+from tileweave.ops.sequence.contract import check_packed, check_shape, decide, unfusable
 from tileweave.ops.sequence.packed import Block, blocks_between
 from tileweave.ops.sequence.placement import PLACEMENTS, pieces
 from tileweave.planner import H200, Plan
-from tileweave.planner.attention import Problem, padded_dim, plan_for, unsupported
+from tileweave.planner.attention import Problem, padded_dim, unsupported
 
 NAME = "ring_attention"
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call that keeps the contract; `shape` is that of this rank's shards."""
+class Call(contract.Call):
+    """A call that keeps the contract."""
 
-    shape: Shape
-    dtype: torch.dtype
-    causal: bool
-    scale: float
-    layout: str
     placement: str
-    packed: bool
-
-
-class Agreement(NamedTuple):
-    """What of a call all ranks must agree on."""
-
-    call: Call
-    plan: Plan | None
 
     def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
-        return (
-            f"{NAME} of {c.shape} {c.dtype}, causal={c.causal}, scale={c.scale}, layout={c.layout!r}, "
-            f"placement={c.placement!r}, packed={c.packed}, {plan}"
-        )
+        return f"{super().__str__()}, placement={self.placement!r}"
 
 
 def runs_of(call: Call, world: int, rank: int) -> list[int]:
@@ -87,15 +70,16 @@ def check_kinds(
     q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any, scale: Any, plan: Any, return_lse: Any = False
 ) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    check_tensors(NAME, q, k, v, cu_seqlens, causal, scale, plan)
+    contract.check_kinds(NAME, q, k, v, cu_seqlens, causal, scale, plan)
     if not isinstance(return_lse, bool):
         raise TypeError(f"{NAME}: return_lse must be True or False, got {return_lse!r}")
 
 
 def check(
-    q: Like, k: Like, v: Like, cu_seqlens: Like | None, causal: bool, scale: float | None, layout: str, placement: str
-) -> Call:
-    """Hold the operator's arguments to the contract; ValueError if they break it."""
+    world: int, q: Like, k: Like, v: Like, cu_seqlens: Like | None, causal: bool, scale: float | None, layout: str,
+    placement: str,
+) -> Call:  # fmt: skip
+    """Hold the operator's arguments to the contract, in a group of `world` ranks; ValueError if they break it."""
     shape = check_shape(NAME, q, k, v, causal, scale, layout)
     if placement not in PLACEMENTS:
         raise ValueError(f"{NAME}: placement must be 'contiguous' or 'zigzag', got {placement!r}")
@@ -107,7 +91,7 @@ def check(
     if cu_seqlens is not None:
         check_packed(NAME, cu_seqlens, q, shape)
     scale = shape.dim**-0.5 if scale is None else float(scale)
-    return Call(shape, q.dtype, causal, scale, layout, placement, cu_seqlens is not None)
+    return Call(NAME, shape, q.dtype, causal, scale, layout, world, cu_seqlens is not None, placement)
 
 
 @lru_cache(maxsize=4096)
@@ -116,23 +100,17 @@ def settle(
     placement: str, plan: Plan | None,
 ) -> tuple[Call, Route]:  # fmt: skip
     """`check`, then `choose`; remembered."""
-    call = check(q, k, v, cu_seqlens, causal, scale, layout, placement)
+    call = check(site.world, q, k, v, cu_seqlens, causal, scale, layout, placement)
     return call, choose(site, call, q.device, plan)
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
-    refusal = unfusable(site, call.shape, call.dtype, call.scale, device)
     problem = problem_of(site, call)
     if plan is not None and problem is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
-    if call.shape.empty or call.shape.kv_rows == 0:
-        return Route(NAME, site.backend, False, "no query has anything to attend to: nothing to launch")
-    if refusal or problem is None:
-        way = "PyTorch's attention for each rank's keys in turn, put together in float32"
-        return Route(NAME, "fallback", False, f"{refusal}: {way}")
-    plan = plan or plan_for(problem)
-    return Route(NAME, site.backend, True, plan.reason, plan)
+    way = "PyTorch's attention for each rank's keys in turn, put together in float32"
+    return decide(site, call, problem, unfusable(site, call, device), plan, way)
 
 
 def problem_of(site: Site, call: Call) -> Problem | None:

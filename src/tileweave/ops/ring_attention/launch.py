@@ -2,75 +2,23 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from tileweave.fabric import MAX_RANKS, Fabric, Variant
+from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.ops.attention.launch import as_heads
 from tileweave.ops.descriptors import Box
 from tileweave.ops.ring_attention.check import NAME, Call, blocks_of, runs_of
 from tileweave.ops.ring_attention.kernel import ring_attention_kernel
 from tileweave.ops.sequence.contract import heads_first, lse_dtype
+from tileweave.ops.sequence.launch import LOG2_E, Prepared, Tensors
 from tileweave.ops.sequence.local import attend, attend_backward, merge
-from tileweave.ops.sequence.packed import in_tiles, row_bounds
+from tileweave.ops.sequence.packed import in_tiles
 from tileweave.ops.sequence.placement import pieces
 from tileweave.ops.sequence.tensors import in_pieces, place_bytes, slots
 from tileweave.ops.sequence.travel import traveller
 from tileweave.planner import Plan
 from tileweave.planner.attention import ROWS, block_heads, query_bufs
-
-LOG2_E = math.log2(math.e)
-WARPS = 4  # of a consumer
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once."""
-
-    call: Call
-    q: Box
-    k: Box
-    v: Box
-    out: Box
-    positions: torch.Tensor | None  # of a packed call: of the rows, in whole tiles, in the sequence
-    slots: tuple
-    grid: int
-    tail: tuple
-    variant: Variant = field(default_factory=Variant)
-
-    def launch(
-        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch on the current stream; returns (out, lse). What TMA cannot address is copied."""
-        s, out = self.call.shape, torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        lse = torch.empty(s.batch, s.heads, s.rows, dtype=torch.float32, device=q.device)
-        q_desc, k_desc, v_desc = (
-            box.at(as_heads(x, self.call.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))
-        )
-        bounds = lse  # any pointer
-        if cu_seqlens is not None and self.positions is not None:
-            bounds = row_bounds(cu_seqlens, self.positions, self.call.causal)
-        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, bounds, *self.slots, *self.tail)
-        fabric.launch(ring_attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
-        return out, lse
-
-
-def fused(
-    fabric: Fabric,
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor], Prepared]:
-    """Launch the kernel on the current stream. Returns (out, lse), and what to use for later calls of the kind."""
-    given = q, k, v
-    q, k, v = (as_heads(x, call.layout) for x in given)
-    prepared = prepare(fabric, call, q, k, v, plan)
-    return prepared.launch(fabric, *given, cu_seqlens), prepared
 
 
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
@@ -97,6 +45,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
     query, key = (1, 1, 1, ROWS, dim), (1, 1, keys, dim)
     out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
     return Prepared(
+        ring_attention_kernel,
         call,
         Box(in_pieces(q, parts), query),
         Box(k, key),
@@ -113,13 +62,6 @@ def _slots(views: Sequence[torch.Tensor], box: tuple[int, ...]) -> tuple:
     """Descriptors of the slots for K, which is NaN beyond its end, as an aborted wait wants it, and for V."""
     k, v = views
     return Box(k, (1, *box), "nan").at(k), Box(v, (1, *box)).at(v)
-
-
-def nothing(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of queries that see nothing, or of none."""
-    s = call.shape
-    lse = torch.full((s.batch, s.heads, s.rows), -math.inf, dtype=lse_dtype(q.dtype), device=q.device)
-    return q.new_zeros(q.shape), lse
 
 
 def unfused(

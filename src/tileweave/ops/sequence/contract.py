@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from tileweave.fabric import MAX_RANKS
-from tileweave.ops.contract import DTYPES, Like, Site
+from tileweave.ops.contract import DTYPES, Like, Site, check_dense, check_plan, out_of_reach
+from tileweave.ops.route import Route
 from tileweave.planner import Plan
-from tileweave.planner.attention import DIMS, padded_dim
+from tileweave.planner.attention import DIMS, Problem, padded_dim, plan_for
 
 LAYOUTS = ("bhsd", "bshd")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -26,10 +26,35 @@ class Shape:
     kv_rows: int
     dim: int
 
+
+@dataclass(frozen=True)
+class Call:
+    """A call that keeps the contract of `op`, in a group of `world` ranks; `shape` is that of this rank's shards."""
+
+    op: str
+    shape: Shape
+    dtype: torch.dtype
+    causal: bool
+    scale: float
+    layout: str
+    world: int
+    packed: bool
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """Of a rank's log-sum-exps: here those of its own rows."""
+        return self.shape.batch, self.shape.heads, self.shape.rows
+
     @property
     def empty(self) -> bool:
-        """Whether the result has no elements."""
-        return 0 in (self.batch, self.rows)
+        """Whether no query has anything to attend to."""
+        return 0 in (self.shape.batch, self.shape.rows, self.shape.kv_rows)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.op} of {self.shape} {self.dtype}, causal={self.causal}, scale={self.scale}, "
+            f"layout={self.layout!r}, packed={self.packed}"
+        )
 
 
 def heads_first(x: torch.Tensor, layout: str) -> torch.Tensor:
@@ -57,19 +82,14 @@ def likes(
 
 def check_kinds(name: str, q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any, scale: Any, plan: Any) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check_shape`."""
-    for word, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: {word} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{name}: {word} must be a dense tensor, got {x.layout}; {word}.to_dense() would be")
+    check_dense(name, (("q", q), ("k", k), ("v", v)))
     if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"{name}: cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
     if not isinstance(causal, bool):
         raise TypeError(f"{name}: causal must be True or False, got {causal!r}")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"{name}: scale must be a float or None, got {scale!r}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"{name}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
+    check_plan(name, plan)
 
 
 def check_packed(name: str, cu_seqlens: Like, q: Like, shape: Shape) -> None:
@@ -128,20 +148,27 @@ def check_shape(name: str, q: Like, k: Like, v: Like, causal: bool, scale: float
     return shape
 
 
-def unfusable(site: Site, shape: Shape, dtype: torch.dtype, scale: float, device: torch.device) -> str | None:
+def unfusable(site: Site, call: Call, device: torch.device) -> str | None:
     """Why no fused kernel computes a call, whatever the op; None if one does."""
-    if site.refusal:
-        return site.refusal
-    if dtype not in DTYPES:
-        return f"the kernel takes bfloat16 and float16, not {dtype}"
-    if shape.dim % 8 or padded_dim(shape.dim) is None:
-        return f"heads have dimension {shape.dim}, the kernel takes multiples of 8 up to {DIMS[-1]}"
+    dim, scale = call.shape.dim, call.scale
+    if refusal := out_of_reach(site, device, "q"):
+        return refusal
+    if call.dtype not in DTYPES:
+        return f"the kernel takes bfloat16 and float16, not {call.dtype}"
+    if dim % 8 or padded_dim(dim) is None:
+        return f"heads have dimension {dim}, the kernel takes multiples of 8 up to {DIMS[-1]}"
     if scale <= 0:
         return f"scale is {scale}, the kernel takes positive ones"
-    if site.world > MAX_RANKS:
-        return f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
     if site.world > 1 and site.sms < 2:
         return "one SM cannot communicate while it computes"
-    if device.type != site.device.type:
-        return f"q is on {device}, the ranks of this world are on {site.device}"
     return None
+
+
+def decide(site: Site, call: Call, problem: Problem | None, refusal: str | None, plan: Plan | None, way: str) -> Route:
+    """The path of a call: by the plan, or the planner's for `problem`, unless there is a `refusal`; then the `way`."""
+    if call.empty:
+        return Route(call.op, site.backend, False, "no query has anything to attend to: nothing to launch")
+    if refusal or problem is None:
+        return Route(call.op, "fallback", False, f"{refusal}: {way}")
+    plan = plan or plan_for(problem)
+    return Route(call.op, site.backend, True, plan.reason, plan)

@@ -2,32 +2,29 @@
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tileweave.fabric import MAX_RANKS
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.contract import Shape, check_packed, check_shape, unfusable
-from tileweave.ops.sequence.contract import check_kinds as check_tensors
+from tileweave.ops.sequence import contract
+from tileweave.ops.sequence.contract import check_packed, check_shape, decide, unfusable
 from tileweave.planner import H200, Plan
-from tileweave.planner.attention import ROWS, Problem, padded_dim, plan_for, unsupported
+from tileweave.planner.attention import ROWS, Problem, padded_dim, unsupported
 
 NAME = "ulysses_attention"
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call that keeps the contract; `shape` is that of this rank's shards. copies: ranks that need one head of k."""
+class Call(contract.Call):
+    """A call that keeps the contract."""
 
-    shape: Shape
-    dtype: torch.dtype
-    causal: bool
-    scale: float
-    layout: str
-    world: int
-    packed: bool
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """Of a rank's log-sum-exps: all rows of its heads."""
+        return self.shape.batch, self.shape.heads // self.world, self.shape.rows * self.world
 
     @property
     def copies(self) -> int:
@@ -35,25 +32,11 @@ class Call:
         return max(self.world // self.shape.kv_heads, 1)
 
 
-class Agreement(NamedTuple):
-    """What of a call all ranks must agree on."""
-
-    call: Call
-    plan: Plan | None
-
-    def __str__(self) -> str:
-        c, plan = self.call, "no fused kernel" if self.plan is None else self.plan.brief()
-        return (
-            f"{NAME} of {c.shape} {c.dtype}, causal={c.causal}, scale={c.scale}, layout={c.layout!r}, "
-            f"packed={c.packed}, {plan}"
-        )
-
-
 def check_kinds(
     q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any, scale: Any, plan: Any, attention: Any = None
 ) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    check_tensors(NAME, q, k, v, cu_seqlens, causal, scale, plan)
+    contract.check_kinds(NAME, q, k, v, cu_seqlens, causal, scale, plan)
     if attention is None:
         return
     if not callable(attention):
@@ -84,7 +67,7 @@ def check(
     if cu_seqlens is not None:
         check_packed(NAME, cu_seqlens, q, shape)
     scale = shape.dim**-0.5 if scale is None else float(scale)
-    return Call(shape, q.dtype, causal, scale, layout, world, cu_seqlens is not None)
+    return Call(NAME, shape, q.dtype, causal, scale, layout, world, cu_seqlens is not None)
 
 
 @lru_cache(maxsize=4096)
@@ -106,7 +89,7 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
-    refusal = unfusable(site, call.shape, call.dtype, call.scale, device)
+    refusal = unfusable(site, call, device)
     problem = problem_of(site, call)
     if problem is None and refusal is None:
         refusal = f"heads have dimension {call.shape.dim}, the kernel takes up to 128"
@@ -114,12 +97,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
         refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS // 2} that the kernel has flags for"
     if plan is not None and problem is not None and (why := unsupported(problem, plan) or too_narrow(plan)):
         raise ValueError(f"{NAME}: {why}")
-    if call.shape.empty or call.shape.kv_rows == 0:
-        return Route(NAME, site.backend, False, "no query has anything to attend to: nothing to launch")
-    if refusal or problem is None:
-        return Route(NAME, "fallback", False, f"{refusal}: all-to-all, PyTorch's attention, all-to-all")
-    plan = plan or plan_for(problem)
-    return Route(NAME, site.backend, True, plan.reason, plan)
+    return decide(site, call, problem, refusal, plan, "all-to-all, PyTorch's attention, all-to-all")
 
 
 def too_narrow(plan: Plan) -> str | None:

@@ -2,76 +2,23 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from tileweave.fabric import Fabric, Variant
+from tileweave.fabric import Fabric
 from tileweave.ops.attention.launch import as_heads
 from tileweave.ops.collectives.operator import OPERATORS
 from tileweave.ops.collectives.operator import run as collective
 from tileweave.ops.descriptors import Box
 from tileweave.ops.sequence.contract import dims_of, heads_first, lse_dtype
+from tileweave.ops.sequence.launch import LOG2_E, Prepared, Tensors
 from tileweave.ops.sequence.local import attend, attend_backward
-from tileweave.ops.sequence.packed import blocks_between, in_tiles, row_bounds
+from tileweave.ops.sequence.packed import blocks_between, in_tiles
 from tileweave.ops.sequence.tensors import place_bytes, slots
 from tileweave.ops.ulysses_attention.check import NAME, Call, blocks_at_most
 from tileweave.ops.ulysses_attention.kernel import ulysses_attention_kernel
 from tileweave.planner import Plan
 from tileweave.planner.attention import ROWS, block_heads, query_bufs
-
-LOG2_E = math.log2(math.e)
-WARPS = 4  # of a consumer
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-@dataclass(slots=True)
-class Prepared:
-    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once."""
-
-    call: Call
-    q: Box
-    k: Box
-    v: Box
-    out: Box
-    positions: torch.Tensor | None  # of a packed call: of the rows, in whole tiles, in the sequence
-    slots: tuple
-    grid: int
-    tail: tuple
-    variant: Variant = field(default_factory=Variant)
-
-    def launch(
-        self, fabric: Fabric, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch on the current stream; returns (out, lse). What TMA cannot address is copied."""
-        call, out = self.call, torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        s = call.shape
-        lse = torch.empty(s.batch, s.heads // call.world, s.rows * call.world, dtype=torch.float32, device=q.device)
-        q_desc, k_desc, v_desc = (
-            box.at(as_heads(x, call.layout)) for box, x in ((self.q, q), (self.k, k), (self.v, v))
-        )
-        bounds = lse  # any pointer
-        if cu_seqlens is not None and self.positions is not None:
-            bounds = row_bounds(cu_seqlens, self.positions, call.causal)
-        args = (fabric.rank, q_desc, k_desc, v_desc, self.out.at(out), lse, bounds, *self.slots, *self.tail)
-        fabric.launch(ulysses_attention_kernel, self.grid, args, num_warps=WARPS, variant=self.variant)
-        return out, lse
-
-
-def fused(
-    fabric: Fabric,
-    call: Call,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    plan: Plan,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[tuple[torch.Tensor, torch.Tensor], Prepared]:
-    """Launch the kernel on the current stream. Returns (out, lse), and what to use for later calls of the kind."""
-    given = q, k, v
-    q, k, v = (as_heads(x, call.layout) for x in given)
-    prepared = prepare(fabric, call, q, k, v, plan)
-    return prepared.launch(fabric, *given, cu_seqlens), prepared
 
 
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
@@ -104,6 +51,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         for view, box, padding in zip(views, (query, query, key, key), ("zero", "nan", "nan", "zero"), strict=True)
     )
     return Prepared(
+        ulysses_attention_kernel,
         call,
         Box(q, query),
         Box(k, key),
@@ -114,13 +62,6 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         computing + plan.comm_sms,
         tail,
     )
-
-
-def nothing(call: Call, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of queries that see nothing, or of none."""
-    s = call.shape
-    shape = (s.batch, s.heads // call.world, s.rows * call.world)
-    return q.new_zeros(q.shape), torch.full(shape, -math.inf, dtype=lse_dtype(q.dtype), device=q.device)
 
 
 def unfused(
