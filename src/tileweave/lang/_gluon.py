@@ -1,7 +1,7 @@
 """The vocabulary where Triton is installed: Gluon's words and the communication primitives.
 
 Words carry the names of the newest Gluon; what an older one (3.6 is the oldest supported) names or does
-otherwise is bridged here. This is the only file of the library with inline PTX.
+otherwise is bridged here. Inline PTX is in this file and in _sums.py, nowhere else in the library.
 """
 
 import triton
@@ -62,6 +62,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier as _mbarri
 from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
+
+from tileweave.lang._sums import (
+    all_reduce,
+    multicast_pointer,
+    multimem_add,
+    multimem_load_reduce,
+    multimem_store,
+    reduce,
+)
 
 TRITON_VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
 _RENAMED = TRITON_VERSION >= (3, 7) and hasattr(_tma, "async_load")  # tma.async_load, gl.barrier, ...
@@ -263,6 +272,12 @@ def fence_proxy_async(_semantic=None):
     _asm("fence.proxy.async.global;", _semantic=_semantic)
 
 
+@_builtin
+def fence_proxy_alias(_semantic=None):
+    """Order accesses through multicast and through unicast addresses of the same memory."""
+    _asm("fence.proxy.alias;", _semantic=_semantic)
+
+
 # ---------------------------------------------------------------- flags
 
 
@@ -428,79 +443,3 @@ def barrier_all(flags, index, epoch):
     for i in range(1, flags.world + 1):
         signal(flags, (flags.rank + i) % flags.world, index + flags.rank, epoch)
     return wait_all(flags, index, flags.world, epoch)
-
-
-# ---------------------------------------------------------------- sums over ranks
-
-
-@jit
-def reduce(ptrs, stride, world: constexpr):
-    """Sum over all ranks of the elements at `ptrs` (a tile of pointers into rank 0's slice), in float32.
-
-    Plain loads from the peers in rank order: the result does not depend on timing. `stride` is the distance of
-    two ranks' slices in elements.
-    """
-    total = load(ptrs).to(float32)
-    for peer in range(1, world):
-        total += load(ptrs + stride.to(int64) * peer).to(float32)
-    return total
-
-
-@jit
-def all_reduce(ptrs, stride, world: constexpr):
-    """`reduce`, the rounded sum then stored back to every rank's slice; returns it in float32.
-
-    The caller owns these elements: no other rank may touch them in the meantime.
-    """
-    total = reduce(ptrs, stride, world)
-    for peer in range(world):
-        store(ptrs + stride.to(int64) * peer, total.to(ptrs.dtype.element_ty))
-    return total
-
-
-@_builtin
-def multicast_pointer(address, dtype, _semantic=None):
-    """Pointer to elements of `dtype` at a multicast address, which the host hands over as a number."""
-    return _semantic.cast(_semantic.to_tensor(address), _gl.pointer_type(_gl._unwrap_if_constexpr(dtype)))
-
-
-@_builtin
-def multimem_load_reduce(ptrs, _semantic=None):
-    """Sum over all ranks in the fabric (multimem.ld_reduce, float32 accumulation) of 16-bit floats.
-
-    `ptrs` is a tile of multicast addresses whose layout gives a thread eight consecutive elements. Only for
-    multicast addresses; `fence_proxy_alias` stands between these and unicast accesses to the same memory.
-    """
-    ty = ptrs.dtype.element_ty
-    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[ty.name]
-    text = f"multimem.ld_reduce.relaxed.sys.global.add.acc::f32.v4.{kind} {{$0, $1, $2, $3}}, [$4];"
-    return _gl.inline_asm_elementwise(
-        text, "=r,=r,=r,=r" + ",l" * 8, [ptrs], dtype=ty, is_pure=False, pack=8, _semantic=_semantic
-    )
-
-
-@_builtin
-def multimem_store(ptrs, value, _semantic=None):
-    """Store 16-bit floats to every rank at once (multimem.st); addresses and layout as `multimem_load_reduce`."""
-    _multimem_write("st.relaxed.sys.global", ptrs, value, _semantic)
-
-
-@_builtin
-def multimem_add(ptrs, value, _semantic=None):
-    """Add 16-bit floats to every rank's memory at once (multimem.red); addresses and layout as above."""
-    _multimem_write("red.relaxed.sys.global.add", ptrs, value, _semantic)
-
-
-def _multimem_write(instruction, ptrs, value, semantic):
-    kind = {"bf16": "bf16x2", "fp16": "f16x2"}[ptrs.dtype.element_ty.name]
-    # Eight one-byte results, in two registers, are thrown away; eight addresses, of which the first is used; values.
-    text = f"multimem.{instruction}.v4.{kind} [$2], {{$10, $11, $12, $13}}; mov.u32 $0, 0; mov.u32 $1, 0;"
-    registers = "=r,=r" + ",l" * 8 + ",r" * 4
-    nothing = ptrs.type.with_element_ty(_gl.int8).to_ir(semantic.builder)
-    semantic.builder.create_inline_asm(text, registers, [ptrs.handle, value.handle], [nothing], False, 8)
-
-
-@_builtin
-def fence_proxy_alias(_semantic=None):
-    """Order accesses through multicast and through unicast addresses of the same memory."""
-    _asm("fence.proxy.alias;", _semantic=_semantic)

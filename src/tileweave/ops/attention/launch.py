@@ -22,9 +22,9 @@ from tileweave.ops.attention.check import (
 from tileweave.ops.attention.kernel import attention_kernel
 from tileweave.ops.descriptors import ALIGN, Box
 from tileweave.ops.registration import kind, recall, remember
+from tileweave.tiles.attention import NO_MASK
 
 WARPS = 4
-NO_MASK = 1 << 30  # an offset by which every row sees all columns
 L2_BYTES = 32 << 20  # of K and V that stay in the L2 cache beside all else
 
 
@@ -143,7 +143,7 @@ def prepare(
         call.batch * call.heads,
         call.rows,
         call.cols,
-        NO_MASK if call.offset is None else call.offset,
+        NO_MASK.value if call.offset is None else call.offset,
         heads_together(call),
         call.return_lse,
         tiling.consumers,
