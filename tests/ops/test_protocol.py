@@ -117,7 +117,7 @@ MUTANTS = {
     "accumulator read with a wgmma in flight": (MATMUL, [("num_outstanding=0, deps=[acc]", "num_outstanding=1, deps=[acc]")], "R"),
     "last slot of a tile not released": (MATMUL, [("    mm.ring.release(last, pred=steps > 0)\n", "")], "D"),
     "first slot released again": (MATMUL, [("        last = at\n", "")], "RDP"),
-    "expects one operand's bytes": (MATMUL, [("(mm.BM + mm.BN) * ", "mm.BN * ")], "RDP"),
+    "expects one operand's bytes": (MATMUL, [("(mm.A_ROWS + mm.ACC) * ", "mm.ACC * ")], "RDP"),
     "wrong parity of the producer": (CHANNEL, [("at.parity ^ 1)", "at.parity)")], "D"),
     "wrong parity of the consumer": (CHANNEL, [("self.ready.index(at.slot), at.parity)", "self.ready.index(at.slot), at.parity ^ 1)")], "RDP"),
     "parity of the first round for ever": (CHANNEL, [("at.parity ^ wraps.to(gl.int32)", "at.parity")], "RDP"),

@@ -68,7 +68,7 @@ _VARIANTS: dict[str, Variants] = {
     "moe_matmul_combine": _plans((128, 128, 64), _STAGES, "intra_sm, register"),
     "moe_dispatch_matmul": {
         "capacity": {"plan": Plan("tma", "inter_sm", (64, 64, 64), _STAGES, comm_sms=2), "capacity": 800},
-        "gated": {"plan": Plan("tma", "inter_sm", (64, 64, 64), _STAGES, comm_sms=2), "gated": True},
+        "gated": {"plan": Plan("tma", "inter_sm", (64, 128, 64), _STAGES, comm_sms=2), "gated": True},
     },
 }
 

@@ -43,6 +43,11 @@ def reinterpret(buf, dtype, shape, layout):
     return buf.reinterpret(dtype, shape)
 
 
+def column_block(buf, index, width):
+    """`width` columns of a matrix, from index * width on."""
+    return buf.slice(int(index) * int(width), width, 1)
+
+
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs=None):
     """Run the first function in this partition and each other one in a partition of its own; returns the first's."""
     me = getcurrent()

@@ -91,9 +91,12 @@ class View:
         return self._derive(("reshape", shape), lambda t: t.view(shape))
 
     def reinterpret(self, dtype, shape) -> View:
-        """The same bytes as another type and shape."""
+        """The same bytes as another type and shape; of columns of a matrix, another shape alone."""
         shape = tuple(int(n) for n in shape)
-        return self._derive((dtype, shape), lambda t: t.view(-1).view(DTYPES[dtype]).view(shape))
+        kind = DTYPES[dtype]
+        return self._derive(
+            (dtype, shape), lambda t: t.view(shape) if t.dtype == kind else t.view(-1).view(kind).view(shape)
+        )
 
     def slice(self, start, length, dim=0) -> View:
         """`length` positions of a dimension."""

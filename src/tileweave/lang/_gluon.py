@@ -160,6 +160,21 @@ def reinterpret(buf, dtype, shape, layout, _semantic=None):
 
 
 @_builtin
+def column_block(buf, index, width, _semantic=None):
+    """Columns index * width to (index + 1) * width of a matrix in shared memory, as a buffer of their own.
+
+    For 128-byte swizzling and a `width` of whole lines of 128 bytes: the matrix lies there line of columns by line of
+    columns, so what TMA loads to such a block is what wgmma finds in the matrix.
+    """
+    rows, cols = (_gl._unwrap_if_constexpr(n) for n in buf.shape)
+    width = _gl._unwrap_if_constexpr(width)
+    line = 128 * 8 // buf.dtype.primitive_bitwidth
+    assert buf.layout.swizzle_byte_width == 128 and width % line == 0, f"width={width}: lines are {line} columns"
+    blocks = reinterpret(buf, buf.dtype, [cols // width, rows, width], buf.layout, _semantic=_semantic)
+    return blocks.index(index, _semantic=_semantic)
+
+
+@_builtin
 def warp_specialize(functions_and_args, worker_num_warps, worker_num_regs, _semantic=None, _generator=None):
     """Run one function per warp partition; the first in the default one. Functions may be constexpr parameters."""
     unwrap = _gl._unwrap_if_constexpr

@@ -13,7 +13,7 @@ WORDS = (
     "convert_layout", "to_tensor", "columns", "pack_pairs", "unpack_pairs",
     # memory
     "load", "store", "atomic_add", "atomic_cas", "atomic_max", "atomic_xchg", "allocate_shared_memory",
-    "reinterpret",
+    "reinterpret", "column_block",
     # asynchronous machinery of one SM
     "mbarrier_init", "mbarrier_expect", "mbarrier_arrive", "mbarrier_wait", "mbarrier_invalidate",
     "fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "tma_load", "tma_store",

@@ -62,9 +62,10 @@ def candidates(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple
     return sorted(found, key=lambda each: each[0])
 
 
-def cheapest(problem: GroupedProblem, hardware: Hardware = H200) -> tuple[float, Plan]:
-    """Of the plans that the model does not tell apart, the one whose tiles read least from L2: all SMs read at once."""
-    found = candidates(problem, hardware)
+def cheapest(problem: GroupedProblem, hardware: Hardware = H200, columns: int = 0) -> tuple[float, Plan]:
+    """Of the plans that the model does not tell apart, the one whose tiles read least from L2: all SMs read at once.
+    Tiles have `columns` at least."""
+    found = [each for each in candidates(problem, hardware) if each[1].tile[1] >= columns]
     alike = [each for each in found if each[0] <= ALIKE * found[0][0]]
     return min(alike, key=lambda each: 1 / each[1].tile[0] + 1 / each[1].tile[1])
 
@@ -81,14 +82,20 @@ def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
 
 @dataclass(frozen=True)
 class DispatchProblem:
-    """One dispatch + grouped matmul as every rank sees it: `experts` of the rank with most, [k, n] each expert's
-    matrix, 16-bit; sms: SMs the kernel may use on this rank."""
+    """One dispatch + grouped matmul as every rank sees it: `experts` of the rank with most, [k, n] each of the
+    `products` matrices of an expert, 16-bit, a second one for a gate; sms: SMs the kernel may use on this rank."""
 
     world: int
     experts: int
     n: int
     k: int
     sms: int
+    products: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Columns of the narrowest tile: 64 of each product."""
+        return 64 * self.products
 
 
 def placers_of(plan: Plan) -> int:
@@ -123,6 +130,8 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
         return f"plan.comm_sms={plan.comm_sms}: expected 2 to {most} of {problem.sms} SMs"
     if plan.split != 1:
         return f"plan.split={plan.split}: moe_dispatch_matmul has 1"
+    if plan.tile[1] < problem.columns:
+        return f"plan.tile={plan.tile}: with a gate half of a tile's columns are the gate's, so it has 128 or 256"
     return core.untileable(plan, 2, hardware)
 
 
@@ -130,8 +139,8 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
     """The plan for experts of many rows, as training has them: an eighth of the SMs communicate."""
     comm_sms = min(max(problem.sms // 8 // 2 * 2, 2), problem.sms - 1, FLAGS // (problem.world + 1))
     rows = 512 * problem.experts  # of what a rank takes in nothing is known
-    grouped = GroupedProblem(rows, problem.experts, problem.n, problem.k, problem.sms - comm_sms)
-    chosen = cheapest(grouped, hardware)[1]
+    grouped = GroupedProblem(rows, problem.experts, problem.products * problem.n, problem.k, problem.sms - comm_sms)
+    chosen = cheapest(grouped, hardware, problem.columns)[1]
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
         f"{comm_sms} of {problem.sms} SMs); tiles of {chosen.tile[0]} x {chosen.tile[1]} are the cheapest for experts "

@@ -35,13 +35,16 @@ def end_of(offsets, expert, rows):
 
 
 @gl.jit
-def load_matrix(mm, w, at, bar, expert, col, k):
-    """Loader: a tile of an expert's matrix [experts, k, n], B_T [experts, n, k], to a place in the ring."""
-    buf = gl.reinterpret(mm.b_bufs.index(at.slot), w.dtype, w.block_shape, w.layout)
+def load_matrix(mm, w, at, bar, expert, col, k, SIDE: gl.constexpr = 0):
+    """Loader: a tile of an expert's matrix [experts, k, n], B_T [experts, n, k], to a place in the ring, where the tiles of
+    several matrices lie side by side."""
+    buf = mm.b_bufs.index(at.slot)
     if mm.B_T:
-        gl.tma_load(w, [expert, col, k], bar, buf)
+        tiles = gl.reinterpret(buf, w.dtype, [mm.ACC // mm.BN] + w.block_shape, w.layout)
+        gl.tma_load(w, [expert, col, k], bar, tiles.index(SIDE))
     else:
-        gl.tma_load(w, [expert, k, col], bar, buf)
+        tile = gl.column_block(buf, SIDE, mm.BN)
+        gl.tma_load(w, [expert, k, col], bar, gl.reinterpret(tile, w.dtype, w.block_shape, w.layout))
 
 
 @gl.jit

@@ -40,7 +40,9 @@ EPOCH, DONE, OWN_WORDS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 @gl.aggregate
 class Matmul:
-    """What the roles of a matmul CTA share. Tiles are BM x BN, K steps of BK; A_T, B_T: the operand is stored K x M, N x K."""
+    """What the roles of a matmul CTA share. Tiles are BM x BN, K steps of BK; A_T, B_T: the operand is stored K x M, N x K.
+
+    Accumulators are ACC wide: BN, or a multiple of it where SCALE makes one tile of several products side by side."""
 
     a_desc: gl.tensor_descriptor
     b_desc: gl.tensor_descriptor
@@ -59,6 +61,7 @@ class Matmul:
     split: gl.tensor
     BM: gl.constexpr
     BN: gl.constexpr
+    ACC: gl.constexpr
     BK: gl.constexpr
     HALVES: gl.constexpr  # multipliers
     ROWS: gl.constexpr  # of each
@@ -72,7 +75,7 @@ class Matmul:
     @gl.constexpr_function
     def __init__(
         self, a_desc, b_desc, a_bufs, b_bufs, ring, c_bufs, result_0, result_1, flags, state, scratch,
-        k_steps, tiles, whole, split, BM, BN, BK, HALVES, ROWS, A_ROWS, WIDTH, SHARED, A_T, B_T, COMM_SMS,
+        k_steps, tiles, whole, split, BM, BN, ACC, BK, HALVES, ROWS, A_ROWS, WIDTH, SHARED, A_T, B_T, COMM_SMS,
     ):  # fmt: skip
         self.a_desc, self.b_desc = a_desc, b_desc
         self.a_bufs, self.b_bufs, self.ring = a_bufs, b_bufs, ring
@@ -80,6 +83,7 @@ class Matmul:
         self.flags, self.state, self.scratch = flags, state, scratch
         self.k_steps, self.tiles, self.whole, self.split = k_steps, tiles, whole, split
         self.BM, self.BN, self.BK = gl.constexpr(BM), gl.constexpr(BN), gl.constexpr(BK)
+        self.ACC = gl.constexpr(ACC)
         self.HALVES, self.ROWS = gl.constexpr(HALVES), gl.constexpr(ROWS)
         self.A_ROWS, self.WIDTH, self.SHARED = gl.constexpr(A_ROWS), gl.constexpr(WIDTH), gl.constexpr(SHARED)
         self.A_T, self.B_T, self.COMM_SMS = gl.constexpr(A_T), gl.constexpr(B_T), gl.constexpr(COMM_SMS)
@@ -92,13 +96,15 @@ def make_matmul(
     SHARED: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
     """Allocate the rings of operands and of results, whose parts have the box of `c_desc`, the last two dimensions of
-    which are ROWS x WIDTH; `tiles` is how many output tiles the whole grid computes, the first `whole` of them alone.
+    which are ROWS x WIDTH; that of `b_desc` is as wide as an accumulator. `tiles` is how many output tiles the whole grid
+    computes, the first `whole` of them alone.
 
     A whose boxes have fewer rows than a tile has no more: the rows below are multiplied as zeros. TMA would fill them at
     each step, which takes it longer than to load as many."""
     DIMS: gl.constexpr = len(c_desc.block_shape)
     ROWS: gl.constexpr = c_desc.block_shape[DIMS - 2]
     HALVES: gl.constexpr = BM // ROWS
+    ACC: gl.constexpr = b_desc.block_shape[0 if B_T else 1]
     A_ROWS: gl.constexpr = BM if A_T else a_desc.block_shape[0]
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BK, BM] if A_T else [STAGES, BM, BK], a_desc.layout)
     if A_ROWS < BM:
@@ -112,7 +118,7 @@ def make_matmul(
     result_1 = make_channel(C_BUFS, 1) if HALVES > 1 else result_0
     return Matmul(
         a_desc, b_desc, a_bufs, b_bufs, make_channel(STAGES, HALVES), c_bufs, result_0, result_1, flags, state, scratch,
-        gl.cdiv(k, BK), tiles, whole, split, BM, BN, BK, HALVES, ROWS, A_ROWS, c_desc.block_shape[DIMS - 1], SHARED,
+        gl.cdiv(k, BK), tiles, whole, split, BM, BN, ACC, BK, HALVES, ROWS, A_ROWS, c_desc.block_shape[DIMS - 1], SHARED,
         A_T, B_T, COMM_SMS,
     )  # fmt: skip
 
@@ -261,7 +267,7 @@ def load_role(
         for step in range(first, last):
             mm.ring.producer_wait(at)
             bar = mm.ring.ready_at(at)
-            gl.mbarrier_expect(bar, (mm.A_ROWS + mm.BN) * STEP_BYTES)
+            gl.mbarrier_expect(bar, (mm.A_ROWS + mm.ACC) * STEP_BYTES)
             LOAD(work, at, bar, owner, a_row, col, step, epoch, there)
             at = mm.ring.next(at)
         if owner != previous:
@@ -293,7 +299,7 @@ def take_part(mm, part, at, HALF: gl.constexpr, like, LAYOUT: gl.constexpr):
 def multiply_tile(mm, at, steps, HALF: gl.constexpr, LAYOUT: gl.constexpr):
     """The accumulator of `steps` K steps from `at` on, and the next place. One wgmma stays in flight while the next
     operands arrive."""
-    acc = gl.zeros([mm.ROWS, mm.BN], gl.float32, LAYOUT)
+    acc = gl.zeros([mm.ROWS, mm.ACC], gl.float32, LAYOUT)
     last = mm.ring.start()  # not `at`: Triton would take the two for one variable of the loop
     for step in range(0, steps):
         mm.ring.consumer_wait(at)
@@ -377,7 +383,7 @@ def multiply_role(
     mm = work.matmul
     epoch = this_epoch(mm)
     DEPTH: gl.constexpr = 256 // mm.a_desc.dtype.primitive_bitwidth
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.BN, DEPTH])
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.ACC, DEPTH])
     PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, DEPTH])
     result = results(mm, HALF)
     at, done = mm.ring.start(), result.start()

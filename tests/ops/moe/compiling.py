@@ -15,26 +15,27 @@ from tileweave import Plan, TokenRoute
 from tileweave.ops.moe import combine_launch
 from tileweave.ops.moe.check import choose, choose_combine
 from tileweave.ops.moe.launch import fused
-from tileweave.ops.moe.routing import Experts, Sends
+from tileweave.ops.moe.routing import Experts
 
 
 def route_of(world, row_weight) -> TokenRoute:
     """A route of 512 tokens to 1024 rows of 16 experts."""
     shapes = (16,), (1024,), (1024,), (512, world), (512, 2), (512, 2), (1,)
     words = [meta(*shape, dtype=torch.int32) for shape in shapes]
-    return TokenRoute(*words[:3], row_weight, *words[3:], 512, 1024, None)
+    totals = meta(16 * world, dtype=torch.int64)
+    return TokenRoute(*words[:3], row_weight, *words[3:], totals, 512, 1024, None)
 
 
-def report(dtype, world, products, transposed, tiling) -> dict:
-    """One variant through the op's own launch code."""
+def report(dtype, world, gated, silu, transposed, tiling) -> dict:
+    """One variant of moe_dispatch_matmul through the op's own launch code."""
     fabric, dtype = CompilingFabric(world), getattr(torch, dtype)
     x, w = meta(512, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     plan = None if tiling is None else Plan("tma", "inter_sm", tiling[0], tiling[1], comm_sms=8)
-    plan = choose(fabric, x, w, Experts(16 * world, world), plan).plan
-    route = route_of(world, None)
-    sends = Sends(meta(512, world, dtype=torch.long), 1024)
-    fused(fabric, x, [w] * products, route, sends, 16, plan)
+    plan = choose(fabric, x, w, gated, Experts(16 * world, world), 1024, plan).plan
+    r, index = route_of(world, None), meta(512, 2, dtype=torch.int32)
+    lists = index, r.offsets, r.row_slot, r.token_slot, r.place, r.totals, r.slots
+    fused(fabric, x, w, w if gated else None, *lists, 1024, silu, plan)
     return fabric.reports[-1]
 
 
@@ -45,7 +46,9 @@ def combine_report(dtype, world, weighted, transposed, tiling) -> dict:
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     plan = None if tiling is None else Plan("register", "intra_sm", *tiling)
     plan = choose_combine(fabric, h, w, plan).plan
-    combine_launch.fused(fabric, h, w, route_of(world, meta(1024, dtype=torch.float32) if weighted else None), plan)
+    r = route_of(world, meta(1024, dtype=torch.float32) if weighted else None)
+    lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.home, r.slots, r.homes
+    combine_launch.fused(fabric, h, w, *lists, plan)
     return fabric.reports[-1]
 
 

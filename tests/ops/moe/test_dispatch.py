@@ -51,7 +51,10 @@ def test_gated_with_a_capacity_and_without_in_turn():
 
     def rank_program(rank, group):
         options = [{}, dict(capacity=500), dict(capacity=400, max_tokens=70), {}]
-        return [there_and_back(p, rank, group, plan=plan(), **kw)[0] for p, kw in zip(problems, options, strict=True)]
+        return [
+            there_and_back(p, rank, group, plan=plan((64, 128, 64)), **kw)[0]
+            for p, kw in zip(problems, options, strict=True)
+        ]
 
     for late in range(3):
         with tw.virtual_world(3, device="cpu", sms=4, delayed=(late,), seed=late) as world:
@@ -60,13 +63,34 @@ def test_gated_with_a_capacity_and_without_in_turn():
             assert_right(outs, truth(p))
 
 
+@pytest.mark.parametrize(
+    "tile, transposed",
+    [((64, 128, 64), (False, False)), ((128, 256, 64), (True, True)), ((64, 256, 64), (True, False))],
+)
+def test_gates_and_activations_in_the_epilogue(tile, transposed):
+    p = problem([30, 20], 3, 2, 136, 200)
+
+    def lying(w, flag):
+        return w.transpose(1, 2).contiguous().transpose(1, 2) if flag else w
+
+    p.w, p.gate = map(lying, (p.w, p.gate), transposed)
+    chosen = plan(tile)
+    with tw.virtual_world(2, device="cpu", sms=4) as world:
+        gated = run(world, p, second=False, plan=chosen)
+        plain = run(world, p, gated=False, activation="silu", second=False, plan=chosen)
+        with pytest.raises(ValueError, match="half of a tile's columns are the gate's"):
+            run(world, p, plan=plan((64, 64, 64)))
+    assert_right([out for out, *_ in gated], truth(p, second=False))
+    assert_right([out for out, *_ in plain], truth(p, gated=False, activation="silu", second=False))
+
+
 @pytest.mark.parametrize("capacity", [3, 40])
 def test_rows_over_capacity_are_dropped_as_without_the_kernel(capacity):
     p = problem([30, 40], 6, 3, 64, 64, routing="skewed")
     with tw.virtual_world(2, device="cpu", sms=4) as world:
-        fused = run(world, p, capacity=capacity, plan=plan())
+        fused = run(world, p, gated=False, capacity=capacity, plan=plan())
     with tw.virtual_world(2, device="cpu", sms=2) as world:
-        unfused = run(world, p, capacity=capacity)
+        unfused = run(world, p, gated=False, capacity=capacity)
     for (out, y, route), (out_2, y_2, route_2) in zip(fused, unfused, strict=True):
         assert route.dropped == route_2.dropped and torch.equal(route.place, route_2.place)
         assert torch.equal(y, y_2) and torch.equal(out, out_2)
@@ -76,7 +100,7 @@ def test_gradients():
     p = problem([30, 0, 40], 7, 2, 72, 64)
     seeds = [torch.randn(x.shape) for x in p.x]
     with tw.virtual_world(3, device="cpu", sms=4) as world:
-        got = world.run(lambda rank, group: gradients(p, rank, group, seeds, plan=plan()))
+        got = world.run(lambda rank, group: gradients(p, rank, group, seeds, plan=plan((64, 128, 64))))
     for mine, goal in zip(got, true_gradients(p, seeds), strict=True):
         for g, true in zip(mine, goal, strict=True):
             assert (g.float() - true).norm() <= 0.03 * true.norm() + 1e-6

@@ -1,11 +1,13 @@
 """What compiling.py compiles, which only a process with a Triton of its own may import."""
 
-VARIANTS = {  # dtype, world, products, whether w is stored [E, I, H], tile and stages or None
-    "planned": ("bfloat16", 8, 1, False, None),
-    "gated, w transposed": ("float16", 4, 2, True, None),
-    "two multipliers": ("bfloat16", 2, 2, False, ((128, 256, 64), 4)),
-    "tall": ("bfloat16", 8, 1, True, ((256, 128, 64), 4)),
-    "one multiplier": ("bfloat16", 3, 1, False, ((64, 256, 64), 5)),
+VARIANTS = {  # dtype, world, with a gate, silu, whether w is stored [E, I, H], tile and stages or None
+    "planned": ("bfloat16", 8, False, False, False, None),
+    "gated": ("bfloat16", 8, True, False, False, None),
+    "gated, w transposed": ("float16", 4, True, False, True, ((128, 256, 64), 4)),
+    "gated, tall": ("bfloat16", 2, True, False, False, ((256, 128, 64), 4)),
+    "two multipliers": ("bfloat16", 2, False, False, False, ((128, 256, 64), 4)),
+    "tall": ("bfloat16", 8, False, True, True, ((256, 128, 64), 4)),
+    "one multiplier": ("bfloat16", 3, False, False, False, ((64, 256, 64), 5)),
 }
 
 COMBINE_VARIANTS = {  # dtype, world, whether rows have weights, whether w is stored [E, H, I], tile and stages or None

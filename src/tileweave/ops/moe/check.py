@@ -15,7 +15,6 @@ from tileweave.planner.moe import (
     GroupedProblem,
     combine_plan_for,
     dispatch_plan_for,
-    most_row_tiles,
     placers_of,
     uncombinable,
     unfusable,
@@ -30,9 +29,10 @@ LARGEST = 1 << 29  # rows of a rank: slots and rows are counted in 32 bits
 
 
 def check_dispatch(
-    fabric: Fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens
+    world: int, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens, plan
 ) -> Experts:
-    """Hold the arguments of a dispatch to the contract; TypeError or ValueError if they break it."""
+    """How experts are divided, if the arguments of a dispatch keep the contract, but for `check_own`; TypeError
+    or ValueError if they break it."""
     optional = (("topk_weight", topk_weight), ("w_gate", w_gate))
     for name, value in (
         ("x", x),
@@ -65,6 +65,8 @@ def check_dispatch(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{NAME}: activation must be None or 'silu', got {activation!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
     _check_count("capacity", capacity)
     _check_count("max_tokens", max_tokens)
     if max_tokens is not None and x.shape[0] > max_tokens:
@@ -73,29 +75,32 @@ def check_dispatch(
         raise RuntimeError(
             f"{NAME}: capacity=None waits for sizes, which cannot be captured in a CUDA graph; give a capacity"
         )
-    return check_experts(fabric, w, experts)
-
-
-def check_experts(fabric: Fabric, w: torch.Tensor, experts: Any) -> Experts:
-    """How experts are divided; ValueError unless w has this rank's."""
     if experts is not None and (isinstance(experts, bool) or not isinstance(experts, int)):
         raise TypeError(f"{NAME}: experts must be an int or None, got {experts!r}")
-    world = fabric.world_size
     found = Experts(w.shape[0] * world if experts is None else experts, world)
     if found.total < world:
         raise ValueError(f"{NAME}: experts must be at least one for each of {world} ranks, got {found.total}")
-    first, end = found.of(fabric.rank)
-    if end - first != w.shape[0]:
-        raise ValueError(
-            f"{NAME}: of {found.total} experts rank {fabric.rank} of {world} has {end - first}, "
-            f"numbers {first} to {end - 1}, but w has {w.shape[0]}"
-        )
     return found
 
 
-def choose(fabric: Fabric, x: torch.Tensor, w: torch.Tensor, experts: Experts, plan: Plan | None) -> Route:
-    """The path of a dispatch, the same on all ranks; ValueError if it cannot follow the plan."""
-    problem = DispatchProblem(experts.world, experts.most, w.shape[2], w.shape[1], fabric.sms or H200.sms)
+def check_own(experts: Experts, rank: int, own: int) -> None:
+    """ValueError unless this rank's w has this rank's experts."""
+    first, end = experts.of(rank)
+    if end - first != own:
+        raise ValueError(
+            f"{NAME}: of {experts.total} experts rank {rank} of {experts.world} has {end - first}, "
+            f"numbers {first} to {end - 1}, but w has {own}"
+        )
+
+
+def choose(
+    fabric: Fabric, x: torch.Tensor, w: torch.Tensor, gated: bool, experts: Experts, most: int | None, plan: Plan | None
+) -> Route:
+    """The path of a dispatch, the same on all ranks; ValueError if it cannot follow the plan. most: rows of the rank
+    with most of them; None where only the call itself will know."""
+    problem = DispatchProblem(
+        experts.world, experts.most, w.shape[2], w.shape[1], fabric.sms or H200.sms, 2 if gated else 1
+    )
     if plan is not None and (why := unsupported_dispatch(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
     refusal = fabric.refusal()
@@ -105,16 +110,20 @@ def choose(fabric: Fabric, x: torch.Tensor, w: torch.Tensor, experts: Experts, p
         if refusal is None and (size % 8 or size == 0):
             refusal = f"{name} = {size} is no multiple of 8, so rows are not 16-byte aligned as TMA needs"
     refusal = refusal or unfusable(problem)
-    if refusal:
+    if refusal is None:
+        plan = plan or dispatch_plan_for(problem)
+        limit = most_rows(problem, plan)
+        if most is not None and most > limit:
+            refusal = f"a rank may have {most} rows, the flags of {placers_of(plan)} SMs that place can count {limit}"
+    if refusal or plan is None:
         return Route(NAME, fabric.backend, False, f"{refusal}: tokens by the group's all-to-all, then grouped_matmul")
-    plan = plan or dispatch_plan_for(problem)
-    return Route(NAME, fabric.backend, True, plan.reason, plan)
+    until = "" if most is not None else f"; if a rank comes to have more than {limit} rows, the group's all-to-all"
+    return Route(NAME, fabric.backend, True, plan.reason + until, plan)
 
 
-def too_many_rows(plan: Plan, most: int, experts: Experts) -> bool:
-    """Whether a rank of `most` rows may have more row tiles than the kernel's flags can count."""
-    tiles = most_row_tiles(most, experts.most, plan.tile)
-    return tiles > (STEPS.value - 2) * placers_of(plan)
+def most_rows(problem: DispatchProblem, plan: Plan) -> int:
+    """The most rows that a rank may have, as the kernel's flags count its row tiles."""
+    return ((STEPS.value - 2) * placers_of(plan) - problem.experts) * plan.tile[0]
 
 
 def check_rows(name: str, what: str, y: Any, route: Any, world: int) -> None:

@@ -13,17 +13,14 @@ D = grouped_matmul(G, w^T, offsets),
 so a backward pass is a collective too, and the products are not computed again.
 """
 
-from functools import lru_cache
-
 import torch
 
 from tileweave.fabric import named_fabric
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.moe.check import COMBINE, choose_combine
 from tileweave.ops.moe.combine_launch import fused
-from tileweave.ops.moe.routing import TokenRoute
 from tileweave.ops.moe.unfused import combine, dispatch
-from tileweave.planner import Plan
+from tileweave.ops.registration import read_plan
 
 LIBRARY.define(
     f"{COMBINE}(Tensor h, Tensor w, Tensor? row_weight, Tensor offsets, Tensor row_slot, Tensor row_home, "
@@ -31,26 +28,19 @@ LIBRARY.define(
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.moe_matmul_combine.default
-_plan = lru_cache(Plan.from_json)
-
-
-def _route(row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes) -> TokenRoute:
-    """A route of what the operator has of one."""
-    return TokenRoute(offsets, row_slot, row_home, row_weight, token_slot, home, home, home, slots, homes, None)
 
 
 @torch.library.impl(LIBRARY, COMBINE, "CompositeExplicitAutograd")
 def _run(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes, group_name, plan):
     """The operator's implementation."""
-    route = _route(row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes)
     fabric = named_fabric(group_name, h.device)
-    chosen = choose_combine(fabric, h, w, _plan(plan) if plan else None)
+    chosen = choose_combine(fabric, h, w, read_plan(plan))
     if fabric.compares:
         fabric.agree((COMBINE, h.dtype, tuple(w.shape[1:]), slots, homes, row_weight is None, chosen.fused))
     if chosen.plan is None:
         rows = torch.ops.tileweave.grouped_matmul.default(h, w, offsets, "")
-        return combine(rows, route, group_name)
-    return fused(fabric, h, w, route, chosen.plan)
+        return combine(rows, row_weight, row_slot, token_slot, slots, group_name)
+    return fused(fabric, h, w, row_weight, offsets, row_slot, row_home, home, slots, homes, chosen.plan)
 
 
 @torch.library.register_fake(f"tileweave::{COMBINE}", lib=LIBRARY)
@@ -60,18 +50,18 @@ def _fake(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots
 
 
 def _remember(ctx, inputs, output) -> None:
-    h, w, row_weight, offsets, row_slot, row_home, token_slot, home, *ctx.numbers, ctx.group_name, _ = inputs
+    h, w, row_weight, offsets, row_slot, _, token_slot, _, ctx.slots, _, ctx.group_name, _ = inputs
     needs_h, needs_w, needs_weight, *_ = ctx.needs_input_grad
     ctx.save_for_backward(
         h if needs_w or needs_weight else None, w if needs_h or needs_weight else None, row_weight, offsets, row_slot,
-        row_home, token_slot, home,
+        token_slot,
     )  # fmt: skip
 
 
 def _backward(ctx, grad):
-    h, w, weight, offsets, row_slot, *others = ctx.saved_tensors
+    h, w, weight, offsets, row_slot, token_slot = ctx.saved_tensors
     needs_h, needs_w, needs_weight, *_ = ctx.needs_input_grad
-    rows = dispatch(grad, _route(weight, offsets, row_slot, *others, *ctx.numbers), ctx.group_name)
+    rows = dispatch(grad, row_slot, token_slot, ctx.slots, ctx.group_name)
     factor = None if weight is None else weight[:, None]
     grad_h = grad_w = grad_weight = None
     if needs_h or needs_weight:

@@ -5,7 +5,8 @@ reads what may still be written for another; rows are padded with zeros to whole
 own token once to each rank that wants it (themselves included), to the first of its rows there, in the order of these
 rows, in blocks that are dealt to them round by round. PLACERS go through the row tiles: they wait until the tokens of a
 tile are in, copy those rows of it that are further rows of a token from the first one, and say that the tile is there. The
-other CTAs are a grouped matmul (tiles/grouped.py). Whose row is whose is known before the launch, on the device.
+other CTAs are a grouped matmul (tiles/grouped.py); GATED, a tile is multiplied by both matrices at once, into an accumulator
+twice as wide, whose halves become one before it leaves. Whose row is whose is known before the launch, on the device.
 
 A flag that counts within a call has the values epoch * STEPS + count. One slot is enough: a call is behind the exchange
 of its counts on every rank's stream, so who sends knows that every peer has ended the call before. Besides the tables of
@@ -29,28 +30,17 @@ from tileweave.tiles.matmul import (
     make_matmul,
     nobody_to_meet,
     nobody_to_tell,
+    nothing_ahead,
     nothing_more,
     run_matmul,
     this_epoch,
+    unscaled,
 )
 
 STEPS = gl.constexpr(4096)
 REFRESH = gl.constexpr(1 << 16)
 EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
 BLOCK_ROWS = gl.constexpr(32)  # rows that are copied at once
-
-
-@gl.aggregate
-class Product:
-    """A matrix of each expert and its product: w [experts, k, n] or, B_T, [experts, n, k], out [rows, n]."""
-
-    w: gl.tensor_descriptor
-    out: gl.tensor_descriptor
-    out_ptr: gl.tensor
-
-    @gl.constexpr_function
-    def __init__(self, w, out, out_ptr):
-        self.w, self.out, self.out_ptr = w, out, out_ptr
 
 
 @gl.aggregate
@@ -90,14 +80,16 @@ class Work:
     flags: gl.Flags
     rows_desc: gl.tensor_descriptor  # [world, 1, most, k in whole steps]
     travel: Travel
-    p0: Product
-    p1: Product
+    w: gl.tensor_descriptor  # [experts, k, n] or, B_T, [experts, n, k],
+    w_gate: gl.tensor_descriptor  # GATED: and as many that gate its products
+    out: gl.tensor_descriptor  # [rows, n]
+    out_ptr: gl.tensor
     offsets: gl.tensor
     table: gl.tensor
     rows: gl.tensor
     most: gl.tensor
     n: gl.tensor
-    PRODUCTS: gl.constexpr
+    GATED: gl.constexpr
     SENDERS: gl.constexpr
     PLACERS: gl.constexpr
     PER: gl.constexpr
@@ -105,19 +97,13 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, rows_desc, travel, p0, p1, offsets, table, rows, most, n, PRODUCTS, SENDERS, PLACERS,
-        PER, GROUP,
+        self, matmul, flags, rows_desc, travel, w, w_gate, out, out_ptr, offsets, table, rows, most, n, GATED, SENDERS,
+        PLACERS, PER, GROUP,
     ):  # fmt: skip
-        self.matmul, self.flags, self.rows_desc, self.travel, self.p0, self.p1 = (
-            matmul,
-            flags,
-            rows_desc,
-            travel,
-            p0,
-            p1,
-        )
+        self.matmul, self.flags, self.rows_desc, self.travel = matmul, flags, rows_desc, travel
+        self.w, self.w_gate, self.out, self.out_ptr = w, w_gate, out, out_ptr
         self.offsets, self.table, self.rows, self.most, self.n = offsets, table, rows, most, n
-        self.PRODUCTS, self.SENDERS, self.PLACERS = gl.constexpr(PRODUCTS), gl.constexpr(SENDERS), gl.constexpr(PLACERS)
+        self.GATED, self.SENDERS, self.PLACERS = gl.constexpr(GATED), gl.constexpr(SENDERS), gl.constexpr(PLACERS)
         self.PER, self.GROUP = gl.constexpr(PER), gl.constexpr(GROUP)
 
 
@@ -125,16 +111,9 @@ class Work:
 
 
 @gl.jit
-def wide(work):
-    """Columns of one product, in whole tiles."""
-    return gl.cdiv(work.n, work.matmul.BN) * work.matmul.BN
-
-
-@gl.jit
 def locate(work, t):
-    """The t-th tile: row tile and expert, its row, its column among those of all products."""
-    cols = gl.cdiv(work.n, work.matmul.BN) * work.PRODUCTS
-    i, j = row_tile(t, work.matmul.tiles, cols, work.GROUP)
+    """The t-th tile: row tile and expert, its row in the slot and in the result, its column."""
+    i, j = row_tile(t, work.matmul.tiles, gl.cdiv(work.n, work.matmul.BN), work.GROUP)
     entry = entry_of(work.table, i)
     row = gl.load(entry + 1)
     return i * EXPERTS + gl.load(entry), i * work.matmul.BM, row, j * work.matmul.BN
@@ -157,13 +136,9 @@ def load(work, at, bar, owner, a_row, col, step, epoch, there):
     k = step * mm.BK
     buf = gl.reinterpret(mm.a_bufs.index(at.slot), like.dtype, like.block_shape, like.layout)
     gl.load_async(like, work.flags.rank, [0, gl.where(there, a_row, work.most), k], buf, bar)
-    if work.PRODUCTS > 1:
-        if col >= wide(work):
-            load_matrix(mm, work.p1.w, at, bar, owner % EXPERTS, col - wide(work), k)
-        else:
-            load_matrix(mm, work.p0.w, at, bar, owner % EXPERTS, col, k)
-    else:
-        load_matrix(mm, work.p0.w, at, bar, owner % EXPERTS, col, k)
+    load_matrix(mm, work.w, at, bar, owner % EXPERTS, col, k)
+    if work.GATED:
+        load_matrix(mm, work.w_gate, at, bar, owner % EXPERTS, col, k, 1)
 
 
 @gl.jit
@@ -173,16 +148,29 @@ def within(work, owner, row, steps):
 
 
 @gl.jit
+def silu(x):
+    """x times the logistic function of x."""
+    return x / (1.0 + gl.exp2(x * -1.4426950408889634))
+
+
+@gl.jit
+def gated(work, acc, ahead):
+    """SCALE: the products with w, left, and with w_gate, right of them, as one."""
+    sides = gl.columns(acc, work.matmul.BN)
+    return silu(sides[1]) * sides[0]
+
+
+@gl.jit
+def activated(work, acc, ahead):
+    """SCALE: silu of a product."""
+    return silu(acc)
+
+
+@gl.jit
 def store(work, owner, row, col, buf, epoch, met):
     """Storer: what of a part is the expert's."""
     end = end_of(work.offsets, owner % EXPERTS, work.rows)
-    if work.PRODUCTS > 1:
-        if col >= wide(work):
-            store_part(work.matmul, work.p1.out, work.p1.out_ptr, end, work.n, row, col - wide(work), buf)
-        else:
-            store_part(work.matmul, work.p0.out, work.p0.out_ptr, end, work.n, row, col, buf)
-    else:
-        store_part(work.matmul, work.p0.out, work.p0.out_ptr, end, work.n, row, col, buf)
+    store_part(work.matmul, work.out, work.out_ptr, end, work.n, row, col, buf)
 
 
 # ---------------------------------------------------------------- what dispatch adds
@@ -309,35 +297,37 @@ def communicate(work):
     "rows", "most", "n", "k",
 ])  # fmt: skip
 def moe_dispatch_matmul_kernel(
-    rank, x, x_like, rows_desc, w0, w1, w_like, out0_desc, out1_desc, out0, out1, offsets, table, flags_ptr,
-    flags_stride, state, timeout_us, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place,
-    sent, row_slot, from_row, slots, block, rows, most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr,
-    PRODUCTS: gl.constexpr, SENDERS: gl.constexpr, PLACERS: gl.constexpr, PER: gl.constexpr,
+    rank, x, x_like, rows_desc, w, w_gate, w_like, out_desc, out, offsets, table, flags_ptr, flags_stride, state,
+    timeout_us, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot, from_row,
+    slots, block, rows, most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, GATED: gl.constexpr,
+    SILU: gl.constexpr, SENDERS: gl.constexpr, PLACERS: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
-    """out_i [rows, n] = the tokens of all ranks that this rank's experts want, in their order, times their w_i.
+    """out [rows, n] = the tokens of all ranks that this rank's experts want, in their order, times w, and what is made of
+    that: GATED by their product with w_gate, or SILU.
 
     x_like, w_like: descriptors of which only the box counts. Grid: co-resident CTAs, one per SM.
     """
     gl.grid_dependency_wait()
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
-    tiles = gl.load(table) * gl.cdiv(n, BN) * PRODUCTS
+    tiles = gl.load(table) * gl.cdiv(n, BN)
     mm = make_matmul(
-        x_like, w_like, out0_desc, flags, state, out0, k, tiles, tiles, gl.to_tensor(1), BM, BN, BK, STAGES, C_BUFS,
-        False, False, B_T, SENDERS + PLACERS,
+        x_like, w_like, out_desc, flags, state, out, k, tiles, tiles, gl.to_tensor(1), BM, BN, BK, STAGES, C_BUFS, False,
+        False, B_T, SENDERS + PLACERS,
     )  # fmt: skip
     travel = Travel(
         x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
         from_row, slots, block,
     )  # fmt: skip
     work = Work(
-        mm, flags, rows_desc, travel, Product(w0, out0_desc, out0), Product(w1, out1_desc, out1), offsets, table, rows,
-        most, n, PRODUCTS, SENDERS, PLACERS, PER, GROUP,
+        mm, flags, rows_desc, travel, w, w_gate, out_desc, out, offsets, table, rows, most, n, GATED, SENDERS, PLACERS, PER,
+        GROUP,
     )  # fmt: skip
+    ACTIVATE: gl.constexpr = gated if GATED else activated if SILU else unscaled
     if first_unit(mm) < tiles:
         run_matmul(
             work, locate, before_load, load, nobody_to_meet, nothing_more, as_product, store, nobody_to_tell, communicate, 64,
-            within,
+            within, nothing_ahead, ACTIVATE,
         )  # fmt: skip
     else:  # without a tile a storer would not know that the other roles have read the epoch
         finish_all(mm, this_epoch(mm))

@@ -2,22 +2,20 @@
 
 import torch
 
-from tileweave.fabric import fabric_of, group_name
+from tileweave.fabric import fabric_of, group_name, group_size
 from tileweave.ops.contract import operand_dtype
-from tileweave.ops.grouped_matmul import grouped_matmul
 from tileweave.ops.moe.check import (
-    NAME,
     check_combine,
     check_dispatch,
+    check_own,
     check_rows,
     choose,
     choose_combine,
-    too_many_rows,
 )
-from tileweave.ops.moe.combine_operator import OPERATOR as COMBINE_OPERATOR
-from tileweave.ops.moe.launch import products
+from tileweave.ops.moe.combine_operator import OPERATOR as COMBINE
+from tileweave.ops.moe.operator import OPERATOR as DISPATCH
 from tileweave.ops.moe.routing import TokenRoute, make_route
-from tileweave.ops.moe.unfused import combine, dispatch
+from tileweave.ops.moe.unfused import combine
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 
@@ -53,11 +51,11 @@ def moe_dispatch_matmul(
             the way back, and route.dropped says how many of this rank's choices they were. None: as many rows as there
             are, at the cost of one host synchronization; refused while a CUDA graph is captured.
         activation: None, or "silu" of the product.
-        w_gate: as w: the result is silu(x @ w_gate) * (x @ w).
+        w_gate: as w: the result is silu(x @ w_gate) * (x @ w), in float32 until it is rounded.
         experts: how many there are in the group; None: E_local on each rank.
         max_tokens: at least T of every rank, the same on all; with a capacity it keeps buffers small.
         plan: a `Plan` to use instead of the planner's, the same on all ranks: tile, stages and communicator SMs, of
-            which half send and half place.
+            which half send and half place. With a gate half of a tile's columns are the gate's.
 
     Returns:
         (y, route): y `[R, I]`, R = capacity or what came; rows are sorted by expert (route.offsets has their ends),
@@ -66,32 +64,31 @@ def moe_dispatch_matmul(
 
     Under torch.autocast x, w and w_gate are cast. A token that several experts of a rank want is sent there once.
     Gradients of x, w, w_gate and, through the way back, topk_weight exist; a backward pass is collective too, and
-    the same inputs must require gradients on all ranks.
+    the same inputs must require gradients on all ranks. It sends x once more, and multiplies once more what a gate or
+    activation was applied to, instead of keeping either.
 
     Raises:
         ValueError, TypeError: the arguments break the rules above; nothing has been launched. A rank that alone breaks
             one, by more tokens than max_tokens, raises alone, and its peers wait for it in vain.
-        RuntimeError: capacity=None while a CUDA graph is captured.
+        RuntimeError: capacity=None while a CUDA graph is captured (under torch.compile, which needs a capacity too,
+            PyTorch's own error says so).
     """
-    x, w = (each.to(operand_dtype(each)) if isinstance(each, torch.Tensor) else each for each in (x, w))
-    w_gate = w_gate.to(operand_dtype(w_gate)) if isinstance(w_gate, torch.Tensor) else w_gate
-    fabric, name = fabric_of(group, getattr(x, "device", None)), group_name(group)
-    found = check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
-    chosen = choose(fabric, x, w, found, plan)
-    if fabric.compares:
-        sizes = found.total, w.shape[1], w.shape[2], capacity, max_tokens
-        fabric.agree((NAME, x.dtype, sizes, topk_weight is None, w_gate is None, chosen.plan))
-    align = chosen.plan.tile[0] if chosen.plan else 1
-    route, sends = make_route(fabric, group, name, topk_index, topk_weight, found, capacity, max_tokens, align)
-    matrices = [w] if w_gate is None else [w, w_gate]
-    if chosen.plan is None or too_many_rows(chosen.plan, sends.most, found):
-        rows = dispatch(x, route, name)
-        ys = tuple(grouped_matmul(rows, each, route.offsets) for each in matrices)
-    else:
-        ys = products(fabric, name, x, matrices, route, sends, found.most, chosen.plan)
-    if w_gate is not None:
-        return torch.nn.functional.silu(ys[1]) * ys[0], route
-    return torch.nn.functional.silu(ys[0]) if activation == "silu" else ys[0], route
+    x, w, w_gate = _cast(x, w, w_gate)
+    name = group_name(group)
+    found = check_dispatch(
+        group_size(name), x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens, plan
+    )
+    route, most = make_route(name, group, topk_index, topk_weight, found, w.shape[0], capacity, max_tokens)
+    y = DISPATCH(
+        x, w, w_gate, topk_index, route.offsets, route.row_slot, route.token_slot, route.place, route.totals,
+        route.slots, most, activation == "silu", name, "" if plan is None else plan.to_json(),
+    )  # fmt: skip
+    return y, route
+
+
+def _cast(*operands):
+    """Operands as they reach the operator, under autocast; what is no tensor as it is."""
+    return [each.to(operand_dtype(each)) if isinstance(each, torch.Tensor) else each for each in operands]
 
 
 def moe_combine(y: torch.Tensor, route: TokenRoute, group=None) -> torch.Tensor:
@@ -108,9 +105,14 @@ def moe_combine(y: torch.Tensor, route: TokenRoute, group=None) -> torch.Tensor:
 
     Gradients of y and of topk_weight exist; collective, as the backward pass.
     """
-    group = group if group is not None or not isinstance(route, TokenRoute) else route.group
-    check_rows("moe_combine", "y", y, route, fabric_of(group, getattr(y, "device", None)).world_size)
-    return combine(y, route, group_name(group))
+    name = group_name(_group_of(route, group))
+    check_rows("moe_combine", "y", y, route, group_size(name))
+    return combine(y, route.row_weight, route.row_slot, route.token_slot, route.slots, name)
+
+
+def _group_of(route, group):
+    """The group given, else that of the route."""
+    return group if group is not None or not isinstance(route, TokenRoute) else route.group
 
 
 def moe_matmul_combine(
@@ -135,26 +137,19 @@ def moe_matmul_combine(
     Raises:
         ValueError, TypeError: the arguments break the rules above; nothing has been launched.
     """
-    group, h, w = _way_back(h, w, route, group)
-    check_combine(h, w, route, fabric_of(group, getattr(h, "device", None)).world_size, plan)
-    text = "" if plan is None else plan.to_json()
-    return COMBINE_OPERATOR(
+    h, w = _cast(h, w)
+    name = group_name(_group_of(route, group))
+    check_combine(h, w, route, group_size(name), plan)
+    return COMBINE(
         h, w, route.row_weight, route.offsets, route.row_slot, route.row_home, route.token_slot, route.home,
-        route.slots, route.homes, group_name(group), text,
+        route.slots, route.homes, name, "" if plan is None else plan.to_json(),
     )  # fmt: skip
-
-
-def _way_back(h, w, route, group):
-    """The group of a route unless one is given, and operands as they reach the operator."""
-    group = group if group is not None or not isinstance(route, TokenRoute) else route.group
-    h, w = (each.to(operand_dtype(each)) if isinstance(each, torch.Tensor) else each for each in (h, w))
-    return group, h, w
 
 
 def explain_combine(h, w, route, group=None, *, plan=None) -> Route:
     """What `moe_matmul_combine` would do with these arguments; launches nothing, raises what it would raise."""
-    group, h, w = _way_back(h, w, route, group)
-    fabric = fabric_of(group, getattr(h, "device", None))
+    h, w = _cast(h, w)
+    fabric = fabric_of(_group_of(route, group), getattr(h, "device", None))
     check_combine(h, w, route, fabric.world_size, plan)
     return choose_combine(fabric, h, w, plan)
 
@@ -162,6 +157,10 @@ def explain_combine(h, w, route, group=None, *, plan=None) -> Route:
 def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity=None, activation=None, w_gate=None,
                      experts=None, max_tokens=None, plan=None) -> Route:  # fmt: skip
     """What `moe_dispatch_matmul` would do with these arguments; launches nothing, raises what it would raise."""
+    x, w, w_gate = _cast(x, w, w_gate)
     fabric = fabric_of(group, getattr(x, "device", None))
-    found = check_dispatch(fabric, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens)
-    return choose(fabric, x, w, found, plan)
+    found = check_dispatch(
+        fabric.world_size, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens, plan
+    )
+    check_own(found, fabric.rank, w.shape[0])
+    return choose(fabric, x, w, w_gate is not None, found, capacity, plan)

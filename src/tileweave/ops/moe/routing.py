@@ -31,6 +31,7 @@ class TokenRoute:
     place       int32 [T, k]: the row of each own choice at its expert's rank; -1: dropped
     home        int32 [T, k]: the home of each own choice's row; -1: dropped
     dropped     int32 []: how many own choices of an expert were dropped because their row was beyond `capacity`
+    totals      int64 [E]: how many rows each expert of the group would have without a capacity
     slots, homes: how many slots each source has at each rank, and how many homes a rank has
     group: that of the dispatch
     """
@@ -43,6 +44,7 @@ class TokenRoute:
     place: torch.Tensor
     home: torch.Tensor
     dropped: torch.Tensor
+    totals: torch.Tensor
     slots: int
     homes: int
     group: object
@@ -53,13 +55,13 @@ class TokenRoute:
         return self.token_slot.shape[0]
 
 
-class Sends(NamedTuple):
-    """What a kernel needs besides: int64 [T, world], the first row of each own token at each rank, FAR if it has none,
-    where each expert's rows begin at a multiple of `align`; and how many rows the rank with most of them has, or the
-    capacity."""
+class Sizes(NamedTuple):
+    """This rank's rows, those of the rank with most of them, both the capacity if there is one; slots and homes."""
 
-    first: torch.Tensor
+    rows: int
     most: int
+    slots: int
+    homes: int
 
 
 class Experts(NamedTuple):
@@ -86,71 +88,91 @@ class Experts(NamedTuple):
 
 
 def make_route(
-    fabric: Fabric,
-    group: object,
     name: str,
+    group: object,
     topk_index: torch.Tensor,
     topk_weight: torch.Tensor | None,
     experts: Experts,
+    own: int,
     capacity: int | None,
     max_tokens: int | None,
-    align: int = 1,
-) -> tuple[TokenRoute, Sends]:
-    """The route of this rank's tokens in the group called `name`. Collective. Without a capacity the host waits for the
-    counts, once."""
+) -> tuple[TokenRoute, int]:
+    """The route of this rank's tokens in the group called `name`, and `Sizes.most`. own: experts of this rank.
+    Collective. Without a capacity the host waits for the counts, once."""
+    k, world = topk_index.shape[1], experts.world
+    *found, sizes = torch.ops.tileweave.moe_route.default(topk_index, experts.total, own, capacity, max_tokens, name)
+    offsets, row_slot, row_home, token_slot, place, home, dropped, totals = found
+    size = Sizes(*sizes.tolist()) if capacity is None else sizes_of(world, k, capacity, max_tokens)
+    row_weight = None
+    if topk_weight is not None:
+        rows = place.reshape(-1).long()
+        owner = experts.owner(torch.where(rows >= 0, topk_index.reshape(-1).long(), 0))
+        at = torch.where(rows >= 0, owner * size.most + rows, world * size.most)
+        row_weight = _row_weights(name, world, at, topk_weight, size.most)[: size.rows]
+    route = TokenRoute(
+        offsets, row_slot, row_home, row_weight, token_slot, place, home, dropped, totals, size.slots, size.homes, group
+    )
+    return route, size.most
+
+
+def sizes_of(world: int, k: int, capacity: int, max_tokens: int | None) -> Sizes:
+    """Sizes that depend on no data. ValueError where slots cannot be numbered."""
+    slots = min(capacity, max_tokens or capacity)
+    if world * slots >= 1 << 31:
+        raise ValueError(
+            f"moe_dispatch_matmul: {world} ranks with {slots} slots each, by capacity and max_tokens, are more "
+            f"than can be numbered in 32 bits; {((1 << 31) - 1) // world} slots would do"
+        )
+    return Sizes(
+        capacity, capacity, slots, world * capacity if max_tokens is None else min(world * capacity, k * max_tokens)
+    )
+
+
+def find_route(
+    fabric: Fabric, name: str, topk_index: torch.Tensor, experts: Experts, capacity: int | None, max_tokens: int | None
+) -> list[torch.Tensor]:
+    """Fields of a route, from `offsets` to `totals` but for `row_weight`, and its Sizes as int64 [4] of the host."""
     world, (tokens, k) = experts.world, topk_index.shape
     expert = topk_index.reshape(-1).long()
     valid = (expert >= 0) & (expert < experts.total)
     known = torch.where(valid, expert, 0)
     owner = experts.owner(known)
     counts, ahead = _counted(torch.where(valid, expert, experts.total), experts.total)
-    wanted = _first_rows(torch.where(valid, 0, FAR), owner, tokens, world) < FAR
+    wanted = first_rows(torch.where(valid, 0, FAR), owner, tokens, world) < FAR
     told = torch.cat([counts, wanted.sum(0)]).int()
     every = torch.ops.tileweave.all_gather.default(told, name, 0).view(world, -1).long()
     counts_of = every[:, : experts.total]
     totals = counts_of.sum(0)
-    start, end = _places(totals, experts)
+    start, end = places_of(totals, experts)
     if capacity is None:
         last = torch.stack([end[experts.of(rank)[1] - 1] for rank in range(world)])
         most_sent = torch.stack([every[:, experts.total :].amax(), counts_of.sum(1).amax()])
         numbers = torch.cat([last, most_sent]).tolist()
-        rows, most = numbers[fabric.rank], max(*numbers[:world], 1)
-        slots, homes = (max(number, 1) for number in numbers[world:])
+        size = Sizes(numbers[fabric.rank], *(max(*each, 1) for each in (numbers[:world], numbers[-2:-1], numbers[-1:])))
     else:
-        rows, most, slots = capacity, capacity, min(capacity, max_tokens or capacity)
-        homes = min(world * capacity, k * max_tokens) if max_tokens else world * capacity
-        if world * slots >= 1 << 31:
-            raise ValueError(
-                f"moe_dispatch_matmul: {world} ranks with {slots} slots each, by capacity and max_tokens, are more "
-                f"than can be numbered in 32 bits; {((1 << 31) - 1) // world} slots would do"
-            )
+        size = sizes_of(world, k, capacity, max_tokens)
     run = start + counts_of.cumsum(0) - counts_of  # the first row that each source has of each expert
-    kept_of = torch.minimum((most - run).clamp(min=0), counts_of)
+    kept_of = torch.minimum((size.most - run).clamp(min=0), counts_of)
     home_run = kept_of.cumsum(1) - kept_of
     place = run[fabric.rank][known] + ahead
-    kept = valid & (place < most)
-    apart = _places(totals, experts, align)[0] - start
-    sends = Sends(_first_rows(torch.where(kept, place + apart[known], FAR), owner, tokens, world), most)
-    token_slot = _slots(sends.first)
-    at = torch.where(kept, owner * most + place, world * most)
+    kept = valid & (place < size.most)
+    token_slot = _slots(first_rows(torch.where(kept, place, FAR), owner, tokens, world))
+    at = torch.where(kept, owner * size.most + place, world * size.most)
     slot = token_slot[torch.arange(tokens, device=at.device).repeat_interleave(k), owner]
     first, behind = experts.of(fabric.rank)
-    offsets = end[first:behind].clamp(max=rows).int()
-    row_slot = _row_slots(name, world, at, slot, most, slots)[:rows]
-    route = TokenRoute(
+    offsets = end[first:behind].clamp(max=size.rows).int()
+    row_slot = _row_slots(name, world, at, slot, size.most, size.slots)[: size.rows].clone()
+    return [
         offsets,
         row_slot,
-        _row_homes((home_run - run)[:, first:behind], offsets, row_slot, slots),
-        None if topk_weight is None else _row_weights(name, world, at, topk_weight, most)[:rows],
+        _row_homes((home_run - run)[:, first:behind], offsets, row_slot, size.slots),
         token_slot,
         torch.where(kept, place, -1).view(tokens, k).int(),
         torch.where(kept, home_run[fabric.rank][known] + ahead, -1).view(tokens, k).int(),
         (valid & ~kept).sum().int(),
-        slots,
-        homes,
-        group,
-    )
-    return route, sends
+        totals,
+        torch.tensor(size),
+    ]
 
 
 def _counted(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,7 +185,7 @@ def _counted(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
     return counts[:-1], torch.empty_like(expert).scatter_(0, order, ahead)
 
 
-def _places(totals: torch.Tensor, experts: Experts, align: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def places_of(totals: torch.Tensor, experts: Experts, align: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """The first row of each expert at its rank, and the one past its last, of how many it has, rounded up to a multiple
     of `align`."""
     totals = (totals + align - 1) // align * align
@@ -172,7 +194,7 @@ def _places(totals: torch.Tensor, experts: Experts, align: int = 1) -> tuple[tor
     return end - totals, end
 
 
-def _first_rows(place: torch.Tensor, owner: torch.Tensor, tokens: int, world: int) -> torch.Tensor:
+def first_rows(place: torch.Tensor, owner: torch.Tensor, tokens: int, world: int) -> torch.Tensor:
     """[tokens, world]: the first row that a token has at a rank, FAR if it has none; `place` and `owner` are those of
     its choices, one token after the other."""
     found = torch.full((tokens, world), FAR, dtype=place.dtype, device=place.device)

@@ -1,0 +1,142 @@
+"""moe_dispatch_matmul as operators of PyTorch: schemas, implementations, shape functions, gradients.
+
+    tileweave::moe_route(Tensor topk_index, int experts, int own, int? capacity, int? max_tokens, str group_name)
+                         -> Tensor[]
+    tileweave::moe_dispatch_matmul(Tensor x, Tensor w, Tensor? w_gate, Tensor topk_index, Tensor offsets,
+                                   Tensor row_slot, Tensor token_slot, Tensor place, Tensor totals, int slots, int most,
+                                   bool silu, str group_name, str plan) -> Tensor
+
+The first returns what `routing.find_route` does, and nothing in it has a gradient. Of the second, topk_index is the
+first's, what is between it and most are fields of a `TokenRoute`; `plan` is a Plan as JSON, or "" for the planner's.
+Neither rows nor products are kept for the backward pass: x is sent once more, and what a gate or silu was applied to is
+multiplied once more. With X [R, H] the rows, G [R, I] the gradient of a product,
+
+    grad w = grouped_outer(X, G, offsets)        grad x = the sums of a token's rows of grouped_matmul(G, w^T, offsets)
+
+so a backward pass is a collective too.
+"""
+
+import torch
+
+from tileweave.fabric import group_size, named_fabric
+from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.moe.check import NAME, check_own, choose
+from tileweave.ops.moe.launch import fused
+from tileweave.ops.moe.routing import Experts, find_route, sizes_of
+from tileweave.ops.moe.unfused import combine, dispatch
+from tileweave.ops.registration import read_plan
+
+LIBRARY.define(
+    "moe_route(Tensor topk_index, int experts, int own, int? capacity, int? max_tokens, str group_name) -> Tensor[]",
+    tags=TAGS,
+)
+LIBRARY.define(
+    f"{NAME}(Tensor x, Tensor w, Tensor? w_gate, Tensor topk_index, Tensor offsets, Tensor row_slot, "
+    "Tensor token_slot, Tensor place, Tensor totals, int slots, int most, bool silu, str group_name, str plan) "
+    "-> Tensor",
+    tags=TAGS,
+)
+OPERATOR = torch.ops.tileweave.moe_dispatch_matmul.default
+
+
+@torch.library.impl(LIBRARY, "moe_route", "CompositeExplicitAutograd")
+def _run_route(topk_index, experts, own, capacity, max_tokens, group_name):
+    """The operator's implementation."""
+    fabric = named_fabric(group_name, topk_index.device)
+    divided = Experts(experts, fabric.world_size)
+    check_own(divided, fabric.rank, own)
+    if fabric.compares:
+        fabric.agree((f"{NAME}: route", experts, topk_index.shape[1], capacity, max_tokens))
+    return find_route(fabric, group_name, topk_index, divided, capacity, max_tokens)
+
+
+@torch.library.register_fake("tileweave::moe_route", lib=LIBRARY)
+def _fake_route(topk_index, experts, own, capacity, max_tokens, group_name):
+    """The results' shapes, which a capacity makes known."""
+    if capacity is None:
+        raise ValueError(f"{NAME}: capacity=None waits for sizes, which torch.compile cannot trace; give a capacity")
+    world, (tokens, k) = group_size(group_name), topk_index.shape
+    sizes_of(world, k, capacity, max_tokens)
+    shapes = (own,), (capacity,), (capacity,), (tokens, world), (tokens, k), (tokens, k), ()
+    words = [topk_index.new_empty(shape, dtype=torch.int32) for shape in shapes]
+    return [*words, topk_index.new_empty(experts, dtype=torch.int64), torch.empty(4, dtype=torch.int64, device="cpu")]
+
+
+@torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
+def _run(
+    x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu, group_name, plan
+):  # fmt: skip
+    """The operator's implementation."""
+    fabric = named_fabric(group_name, x.device)
+    experts = Experts(totals.shape[0], fabric.world_size)
+    chosen = choose(fabric, x, w, w_gate is not None, experts, most, read_plan(plan))
+    if fabric.compares:
+        fabric.agree((NAME, x.dtype, tuple(w.shape[1:]), slots, most, w_gate is None, chosen.plan))
+    if chosen.plan is not None:
+        return fused(
+            fabric, x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu,
+            chosen.plan,
+        )  # fmt: skip
+    rows = dispatch(x, row_slot, token_slot, slots, group_name)
+    return _activated(*_products(rows, w, w_gate, offsets), silu).to(x.dtype)
+
+
+def _products(rows, *matrices_and_offsets):
+    """Of rows and each matrix that there is, or None."""
+    *matrices, offsets = matrices_and_offsets
+    return [None if w is None else torch.ops.tileweave.grouped_matmul.default(rows, w, offsets, "") for w in matrices]
+
+
+def _activated(up, gate, silu):
+    """What a product, and that of the gate, become, in float32 if anything is computed."""
+    if gate is not None:
+        return torch.nn.functional.silu(gate.float()) * up.float()
+    return torch.nn.functional.silu(up.float()) if silu else up
+
+
+@torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
+def _fake(
+    x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu, group_name, plan
+):  # fmt: skip
+    """The result's shape."""
+    return x.new_empty(row_slot.shape[0], w.shape[2])
+
+
+def _remember(ctx, inputs, output) -> None:
+    x, w, w_gate, _, offsets, row_slot, token_slot, _, _, ctx.slots, _, ctx.silu, ctx.group_name, _ = inputs
+    ctx.save_for_backward(x, w, w_gate, offsets, row_slot, token_slot)
+
+
+def _backward(ctx, grad):
+    x, w, w_gate, offsets, row_slot, token_slot = ctx.saved_tensors
+    needs_x, needs_w, needs_gate, *_ = ctx.needs_input_grad
+    way = row_slot, token_slot, ctx.slots, ctx.group_name
+    grad, grad_gate = grad.contiguous(), None
+    activated = ctx.silu or w_gate is not None
+    rows = dispatch(x, *way) if activated or needs_w or needs_gate else None
+    if activated:
+        up, gate = _products(rows, w, w_gate, offsets)
+        grad, grad_gate = _before_activation(grad, up, gate)
+    grad_x = grad_w = grad_w_gate = None
+    if needs_x:
+        pairs = (grad, w), (grad_gate, w_gate)
+        parts = [_products(g, each.transpose(1, 2), offsets)[0] for g, each in pairs if g is not None]
+        grad_x = combine(parts[0] if len(parts) == 1 else parts[0] + parts[1], None, *way)
+    if needs_w:
+        grad_w = torch.ops.tileweave.grouped_outer.default(rows, grad, offsets)
+    if needs_gate:
+        grad_w_gate = torch.ops.tileweave.grouped_outer.default(rows, grad_gate, offsets)
+    return grad_x, grad_w, grad_w_gate, *[None] * 11
+
+
+def _before_activation(grad, up, gate):
+    """Gradients of the product and of the gate's, None if there is none, of that of what they became."""
+    inner = (up if gate is None else gate).float()
+    logistic = inner.sigmoid()
+    slope = grad * logistic * (1 + inner * (1 - logistic))
+    if gate is None:
+        return slope.to(grad.dtype), None
+    return (grad * inner * logistic).to(grad.dtype), (slope * up).to(grad.dtype)
+
+
+torch.library.register_autograd(f"tileweave::{NAME}", _backward, setup_context=_remember, lib=LIBRARY)
