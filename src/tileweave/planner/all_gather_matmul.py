@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
-from tileweave.planner.tiling import STEP_BYTES, TILINGS, Tile, Tiling, operand_bytes, overlapped, whole_tiles
+from tileweave.planner.tiling import BY_OPERAND_BYTES, Tile, Tiling, operand_bytes, overlapped, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "none")
 # And the schedules of each.
@@ -123,9 +123,9 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
     schedule = "inter_sm" if problem.sms > 1 or problem.world == 1 else "none"
     found = []
     for comm_sms in COMM_SMS if problem.world > 1 else (0,):
-        for tiling in TILINGS:
+        for tiling in BY_OPERAND_BYTES[problem.operand_bytes]:
             for split in SPLITS:
-                tile = (*tiling.tile[:2], STEP_BYTES // problem.operand_bytes)
+                tile = tiling.tile
                 plan = Plan("tma", schedule, tile, tiling.stages, split, comm_sms)
                 tiles, sms = tiles_of(problem, tile), computing_sms(problem, plan)
                 idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)

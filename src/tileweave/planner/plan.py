@@ -8,11 +8,11 @@ from itertools import product
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.tiling import (
     BARRIER_BYTES,
+    BY_OPERAND_BYTES,
     GROUP_ROWS,
     PART_BYTES,
     SM_FETCH_GBS,
     STEP_BYTES,
-    TILINGS,
     Tiling,
     operand_bytes,
     overlapped,
@@ -229,9 +229,8 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
     """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first: intra-SM,
     or one shot where rows are few."""
     found = []
-    for schedule, tiling, split in product(("intra_sm", "one_shot"), TILINGS, SPLITS):
-        tile = (*tiling.tile[:2], STEP_BYTES // problem.operand_bytes)
-        plan = Plan(schedule=schedule, tile=tile, stages=tiling.stages, split=split)
+    for schedule, tiling, split in product(("intra_sm", "one_shot"), BY_OPERAND_BYTES[problem.operand_bytes], SPLITS):
+        plan = Plan(schedule=schedule, tile=tiling.tile, stages=tiling.stages, split=split)
         tiles = count_tiles(problem, plan)
         idle = split > 1 and (whole_tiles(tiles, problem.sms, split) == tiles or problem.k < 128 * split)
         fits = schedule == "intra_sm" or few(problem, plan)

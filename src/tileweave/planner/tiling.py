@@ -70,10 +70,7 @@ class Tiling:
     share_us: float
 
     def compute_us(self, tiles: int, k_steps: int, split: int, sms: int) -> float:
-        """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand, without exchanges.
-
-        A step of 8-bit operands has twice the elements at twice the rate, so it takes as long.
-        """
+        """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand, without exchanges."""
         launch, steps, ends, _ = work_of(tiles, k_steps, split, sms)
         return self.launch_us * launch + self.step_us * steps + self.tile_us * ends
 
@@ -118,9 +115,13 @@ def columns_at_once(sources: int, rows: int, n: int, sms: int, whole_rows: bool 
     return columns
 
 
-def _load() -> tuple[Tiling, ...]:
-    table = json.loads((files("tileweave.planner") / "tilings.json").read_text())
-    return tuple(Tiling(**{**each, "tile": tuple(each["tile"])}) for each in table["tilings"])
+def _load() -> dict[int, tuple[Tiling, ...]]:
+    tables = json.loads((files("tileweave.planner") / "tilings.json").read_text())["tilings"]
+    return {
+        int(size): tuple(Tiling(**{**each, "tile": tuple(each["tile"])}) for each in table)
+        for size, table in tables.items()
+    }
 
 
-TILINGS = _load()
+BY_OPERAND_BYTES = _load()  # the table by the size of an element of A and B
+TILINGS = BY_OPERAND_BYTES[2]
