@@ -25,13 +25,15 @@ from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.planner import Plan, Problem, candidates, plan_for
 
 SQUARES = [("square", n, n, n) for n in (1024, 2048, 4096, 8192, 16384)]
+# A rank's share of the inner dimension where many share it.
+SHORT = [("short", n, n, k) for n in (4096, 8192) for k in (512, 1024, 2048)]
 # N and K of a layer's matmuls: q, k and v in one, attention output, gate and up in one, down.
 LAYERS = {
     "llama-8b": [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)],
     "llama-70b": [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)],
 }
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SHAPES = SQUARES + [(name, m, n, k) for name, layers in LAYERS.items() for n, k in layers for m in TOKENS]
+SHAPES = SQUARES + SHORT + [(name, m, n, k) for name, layers in LAYERS.items() for n, k in layers for m in TOKENS]
 COLD_BYTES = 256 << 20  # of operands that a graph's calls go through: several times an L2 cache
 ROUND_MS = 1.0  # of work per contender and round, at least
 
