@@ -90,6 +90,15 @@ def test_calls_follow_each_other_with_other_offsets():
         assert_right(out, x, w, offsets)
 
 
+def test_another_number_of_rows_is_no_cold_call():
+    plan, misses = Plan(tile=(64, 64, 64), stages=3), []
+    for rows in (40, 41, 0, 90):
+        given = problem([rows, 3], seed=rows)
+        assert_right(emulated(partial(tw.grouped_matmul, *given, plan=plan)), *given)
+        misses.append(launch.prepare.cache_info().misses)
+    assert len(set(misses)) == 1
+
+
 @pytest.mark.parametrize("where", ["fallback", "emulated", "unaddressable"])
 def test_gradients(where):
     n = 20 if where == "unaddressable" else 72

@@ -125,6 +125,10 @@ def test_which_path_is_taken():
             return world.run(lambda rank, group: tw.explain("moe_dispatch_matmul", x, p.index[rank], w, **options))[0]
 
     assert path(4).fused and path(4).plan.comm_sms == 2
+    assert "if a rank comes to have more than" in path(4).reason
+    assert path(4, capacity=8).fused and "if a rank" not in path(4, capacity=8).reason
+    crowded = path(4, capacity=1 << 24)
+    assert not crowded.fused and "a rank may have 16777216 rows" in crowded.reason
     assert not path(2).fused and "a rank has 2" in path(2).reason
     assert not path(4, h=20).fused and "no multiple of 8" in path(4, h=20).reason
     with pytest.raises(ValueError, match="expected 2 to 3 of 4 SMs"):

@@ -11,7 +11,7 @@ from tileweave.ops.grouped_matmul.check import Call
 from tileweave.ops.grouped_matmul.kernel import grouped_matmul_kernel, grouped_tiles_kernel
 from tileweave.planner import Plan
 from tileweave.planner.moe import most_row_tiles
-from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
+from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, Tile, part_buffers, part_rows
 from tileweave.tiles.grouped import ENTRY
 
 
@@ -48,41 +48,38 @@ def as_matrices(w: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Prepared:
-    """A fused call but for its tensors' data. rows: of x and the result as TMA sees them, 1 at least."""
+    """Of fused calls what their tensors' data and numbers of rows leave as it is; tail: what follows the rows in the
+    kernel's arguments."""
 
     x: Box
     w: Box
     like_w: Box
     out: Box
-    limit: int
-    tiles_tail: tuple
     tail: tuple
     tiles_variant: Variant = field(default_factory=Variant)
     variant: Variant = field(default_factory=Variant)
 
 
 @lru_cache(maxsize=256)
-def prepare(call: Call, strides: tuple[int, ...], plan: Plan, device: torch.device, sms: int) -> Prepared:
-    """Everything of a call but the tensors' data, for w of these strides; remembered."""
-    bm, bn, bk = plan.tile
-    rows = max(call.rows, 1)
-    like = torch.empty_strided((call.experts, call.k, call.n), strides, dtype=call.dtype, device="meta")
-    b_t = strides[2] != 1 or strides[1] < call.n
+def prepare(
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    tile: Tile,
+    stages: int,
+    device: torch.device,
+) -> Prepared:
+    """What calls have in common whose w is of this shape and these strides; remembered."""
+    (bm, bn, bk), (_, k, n) = tile, shape
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    b_t = strides[2] != 1 or strides[1] < n
     like = like.transpose(1, 2) if b_t else like
     box = (bn, bk) if b_t else (bk, bn)
-    limit = most_row_tiles(call.rows, call.experts, plan.tile)
-    part = (part_rows(plan.tile), PART_BYTES // call.dtype.itemsize)
+    x, out = (torch.empty(1, size, dtype=dtype, device="meta") for size in (k, n))
+    part, buffers = (part_rows(tile), PART_BYTES // dtype.itemsize), part_buffers(tile, stages, dtype.itemsize)
     return Prepared(
-        Box(torch.empty(rows, call.k, dtype=call.dtype, device="meta"), (bm, bk)),
-        Box(like, (1, *box)),
-        Box(like[0], box),
-        Box(torch.empty(rows, call.n, dtype=call.dtype, device="meta"), part),
-        limit,
-        (call.rows, call.n, limit, call.experts, bm),
-        (
-            call.rows, call.n, call.k, bm, bn, bk, plan.stages,
-            part_buffers(plan.tile, plan.stages, call.dtype.itemsize), GROUP_ROWS, b_t,
-        ),
+        Box(x, (bm, bk)), Box(like, (1, *box)), Box(like[0], box), Box(out, part),
+        (n, k, bm, bn, bk, stages, buffers, GROUP_ROWS, b_t),
     )  # fmt: skip
 
 
@@ -91,20 +88,17 @@ def fused(
 ) -> torch.Tensor:
     """Launch both kernels on the current stream."""
     own_x, own_w, own_offsets = in_one_piece(x), as_matrices(w), in_one_piece(offsets)
-    made = prepare(call, own_w.stride(), plan, x.device, fabric.sms)
+    made = prepare(call.dtype, own_w.shape, own_w.stride(), plan.tile, plan.stages, x.device)
     out = torch.empty(call.rows, call.n, dtype=call.dtype, device=x.device)
     target = out
     if call.rows == 0:  # there is no descriptor of an empty tensor
         own_x, target = x.new_zeros(1, call.k), x.new_empty(1, call.n)
-    table = torch.empty(1 + made.limit, ENTRY.value, dtype=torch.int32, device=x.device)
-    fabric.launch(
-        grouped_tiles_kernel,
-        fabric.sms,
-        (own_offsets, table, target, *made.tiles_tail),
-        num_warps=WARPS,
-        variant=made.tiles_variant,
-    )
-    b = own_w.transpose(1, 2) if made.tail[-1] else own_w
-    args = made.x.at(own_x), made.w.at(b), made.like_w.at(b), made.out.at(target), target, own_offsets, table
-    fabric.launch(grouped_matmul_kernel, fabric.sms, (*args, *made.tail), num_warps=WARPS, variant=made.variant)
+    limit = most_row_tiles(call.rows, call.experts, plan.tile)
+    table = torch.empty(1 + limit, ENTRY.value, dtype=torch.int32, device=x.device)
+    tiling = own_offsets, table, target, call.rows, call.n, limit, call.experts, plan.tile[0]
+    fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=made.tiles_variant)
+    b, rows = own_w.transpose(1, 2) if made.tail[-1] else own_w, target.shape[0]
+    descriptors = made.x.at(own_x, rows), made.w.at(b), made.like_w.at(b), made.out.at(target, rows)
+    args = *descriptors, target, own_offsets, table, call.rows, *made.tail
+    fabric.launch(grouped_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=made.variant)
     return out
