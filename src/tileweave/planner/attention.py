@@ -13,6 +13,8 @@ from tileweave.planner.tiling import BARRIER_BYTES, overlapped
 ROWS = 64  # query rows of a consumer, a warp group
 DIMS = (64, 128, 256)  # of a tile: a head's dimension is padded to the next of them
 TILES = {64: ((128, 128, 64), 8), 128: ((128, 128, 128), 5), 256: ((128, 32, 256), 8)}  # of each: tile and stages
+TWO_BLOCKS = "two_blocks"  # a schedule of ring_attention
+GATHERED_BYTES = 16 << 30  # of keys and values of all peers, both slots: what ring_attention keeps of them at most
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 SM_GBS = 36.0  # what one SM is counted on to push, as for all_gather_matmul
 TFLOPS = {64: 450.0, 128: 620.0, 256: 450.0}  # of all SMs of an H200, by head dimension
@@ -24,7 +26,7 @@ class Problem:
 
     name: of the op; dim: of a head, padded; rows: of a run of queries, which no tile leaves; sms: that the kernel may
     use; flops: of this rank; sent: bytes that it pushes to peers; linked: whether peers are behind a link (False for
-    virtual and emulated ranks).
+    virtual and emulated ranks); gathered: bytes of workspace if ring_attention keeps the keys and values of all peers.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Problem:
     flops: float
     sent: int
     linked: bool = True
+    gathered: int = 0
 
 
 def padded_dim(dim: int) -> int | None:
@@ -58,8 +61,9 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
     name, dim = problem.name, problem.dim
     if plan.mechanism != "tma":
         return f"plan.mechanism={plan.mechanism!r}: {name} has 'tma'"
-    if plan.schedule != "inter_sm":
-        return f"plan.schedule={plan.schedule!r}: {name} has 'inter_sm'"
+    schedules = ("inter_sm", TWO_BLOCKS) if problem.gathered else ("inter_sm",)
+    if plan.schedule not in schedules:
+        return f"plan.schedule={plan.schedule!r}: {name} has {' and '.join(map(repr, schedules))}"
     if plan.split != 1:
         return f"plan.split={plan.split}: {name} has 1"
     most = problem.sms - 1
@@ -96,9 +100,8 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
     tile, stages = TILES[problem.dim]
     if problem.rows <= ROWS:
         tile = (ROWS, *tile[1:])
-    plans = [
-        Plan("tma", "inter_sm", tile, stages, 1, comm_sms) for comm_sms in (COMM_SMS if problem.world > 1 else (0,))
-    ]
+    schedule = TWO_BLOCKS if problem.gathered > GATHERED_BYTES else "inter_sm"
+    plans = [Plan("tma", schedule, tile, stages, 1, comm_sms) for comm_sms in (COMM_SMS if problem.world > 1 else (0,))]
     found = [(predict_us(problem, plan, hardware), plan) for plan in plans if not unsupported(problem, plan, hardware)]
     return sorted(found, key=lambda each: each[0])
 
@@ -112,6 +115,10 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
         way = (
             "what arrives is read by many tiles, so SMs that only communicate bring it once "
             f"(inter-SM, TMA push by {plan.comm_sms} of {problem.sms} SMs)"
+        )
+    if plan.schedule == TWO_BLOCKS:
+        way += (
+            f"; as the keys of all peers would take {problem.gathered >> 20} MiB, two blocks of heads are held of each"
         )
     reason = f"{way}; tiles of {plan.tile[0]} queries x {plan.tile[1]} keys"
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

@@ -15,7 +15,9 @@ from tests.ops.sequence.problems import whole
 
 NAME = "ring_attention"
 WAIT = "gl.wait(flags, block * flags.world + source, work.epoch)"
-MINE = "where = [(epoch & 1) * work.flags.world + work.flags.rank, head, row, 0]"
+MINE = "place(work, flags.rank, to, head)"
+OWN_KEYS = "gl.where(source == flags.rank, own, offset)"
+THEIRS = "place(work, source, rank, "
 SIGNAL = "raise_flag(work, receiver(work, block), 0, block // reach(work))"
 NOTHING = "raise_flag(work, peer, 0, b)"
 OWN = 'if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.ends - 1:'
@@ -26,17 +28,18 @@ MUTANTS = {
     "waits for the previous call's flags": ([(WAIT, WAIT.replace("work.epoch)", "work.epoch - 1)"))], "R"),
     "waits for the first block only": ([(WAIT, WAIT.replace("block * flags.world + source", "source"))], "R"),
     "waits for another source": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % flags.world"))], "RD"),
-    "no proxy fence after the flag": ([("        gl.fence_proxy_async()\n", "")], "R"),
+    "no proxy fence after the flag": ([(f"{WAIT}\n        gl.fence_proxy_async()\n", f"{WAIT}\n")], "R"),
     "believes in blocks that have not come": ([("known = block + 1", "known = block + 2")], "R"),
     "believes in all sources after the first": ([("(0 if work.CAUSAL and work.PIECES == 1 else (flags.rank + 1) % flags.world)", "source")], "R"),
     # slots
-    "one slot for all calls": ([("place = (work.epoch & 1) * work.flags.world + source", "place = source"), (MINE, MINE.replace("(epoch & 1) * work.flags.world + ", ""))], "R"),
-    "sends into the other slot": ([(MINE, MINE.replace("(epoch & 1)", "(1 - (epoch & 1))"))], "RW"),
-    "sends into the receiver's place": ([(MINE, MINE.replace("work.flags.rank, head", "receiver(work, block), head"))], "RW"),
-    "loads the place of another source": ([("place = (work.epoch & 1) * work.flags.world + source", "place = (work.epoch & 1) * work.flags.world + (source + 1) % work.flags.world")], "RW"),
+    "one slot for all calls": ([("slot = (work.epoch + head // work.held) & 1", "slot = (head // work.held) & 1")], "R"),
+    "sends into the other slot": ([(MINE, f"{MINE}\n    slot = (slot + flags.world - 1) % (2 * flags.world - 2)")], "RW"),
+    "sends into another rank's place": ([(MINE, MINE.replace("flags.rank, to", "(flags.rank + 1) % flags.world, to"))], "RW"),
+    "loads the place of another source": ([(THEIRS, THEIRS.replace("source", "(source + 1) % work.flags.world"))], "RW"),
     # what is sent, who is told
-    "heads of the first block only": ([("return t % 2, block // reach(work) * work.height + t // 2 // high", "return t % 2, t // 2 // high")], "RW"),
-    "half of the keys to everybody": ([("(receiver(work, block) > work.flags.rank) & (row >= work.cols // 2)", "row >= work.cols // 2")], "RW"),
+    "heads that are not there": ([("| (head >= work.batch_heads // att.group)", "")], "R"),
+    "heads of the first block only": ([("head = block // reach(work) * work.height + number", "head = number")], "RW"),
+    "half of the keys to everybody": ([("(receiver(work, block) > work.flags.rank) & (row >= end)", "(row >= end)")], "RW"),
     "half of the keys to the wrong ranks": ([("(receiver(work, block) > work.flags.rank) &", "(receiver(work, block) < work.flags.rank) &")], "RW"),
     "tells another receiver": ([(SIGNAL, SIGNAL.replace("receiver(work, block)", "receiver(work, block + 1)"))], "RD"),
     "raises the first block's flag for all": ([(SIGNAL, SIGNAL.replace("block // reach(work)", "0"))], "RD"),
@@ -44,11 +47,11 @@ MUTANTS = {
     "does not tell those who see nothing": ([(NOTHING, "pass")], "RD"),
     "expects too few bytes": ([("att.BN * att.D * 2)\n    if is_v", "att.BN * att.D)\n    if is_v")], "RDP"),
     # the mask
-    "the diagonal of earlier ranks too": ([("gl.where(source == work.flags.rank, own, offset)", "gl.where(source <= work.flags.rank, own, offset)")], "W"),
-    "no diagonal": ([("gl.where(source == work.flags.rank, own, offset)", "offset")], "W"),
+    "the diagonal of earlier ranks too": ([(OWN_KEYS, OWN_KEYS.replace("==", "<="))], "W"),
+    "no diagonal": ([(OWN_KEYS, "offset")], "W"),
     "a second piece masked as the first": ([("own = piece * (work.rows - work.padded)", "own = 0 * piece")], "W"),
-    "all of the earlier ranks' keys": ([("gl.where(source < work.flags.rank, cols // work.PIECES, cols)", "cols")], "RW"),
-    "later ranks for the first piece": ([("gl.where(row < work.padded, work.flags.rank, last)", "last")], "RDW"),
+    "all of the earlier ranks' keys": ([("gl.where(source < flags.rank, cols // work.PIECES, cols)", "cols")], "RW"),
+    "later ranks for the first piece": ([("gl.where(row < work.padded, work.flags.rank + 1, count)", "count")], "RDW"),
     # the end
     "does not make sure of all peers": ([("        gl.wait_all(work.flags, 0, work.flags.world, work.epoch, skip=work.flags.rank)\n", "        pass\n")], "R"),
     "communicators do not end the call": ([("    finish(work)\n\n\n", "    pass\n\n\n")], "RDW"),
@@ -56,9 +59,39 @@ MUTANTS = {
     "the count of ends is not put back": ([('            gl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")\n', "")], "RDW"),
     "the epoch is not advanced": ([('            gl.atomic_xchg(state + EPOCH, work.epoch, sem="relaxed", scope="gpu")\n', "            pass\n")], "RDW"),
     # harmless
-    "a fence more": ([("        gl.fence_proxy_async()\n", "        gl.fence_proxy_async()\n        gl.fence_proxy_async()\n")], None),
+    "a fence more": ([(f"{WAIT}\n", f"{WAIT}\n        gl.fence_proxy_async()\n")], None),
     "remembers nothing": ([("known = block + 1", "known = known")], None),
 }  # fmt: skip
+
+
+CREDIT = "gl.wait(flags, (work.FLAGS + block // reach(work)) * flags.world + to, epoch)"
+FINISHED = 'if gl.atomic_add(finished, att.ROWS, sem="acq_rel", scope="gpu") == rows - att.ROWS:'
+TWO_BLOCKS = {
+    "credits not waited for": ([(CREDIT, "pass")], "R"),
+    "credits of the block before": ([(CREDIT, CREDIT.replace("block // reach(work)", "gl.maximum(block // reach(work) - 1, 0)"))], "R"),
+    "credits of the call before": ([(CREDIT, CREDIT.replace("epoch)", "epoch - 1)"))], "R"),
+    "credits of another rank": ([(CREDIT, CREDIT.replace("+ to,", "+ (to + 1) % flags.world,"))], "RD"),
+    "no proxy fence behind a credit": ([(f"{CREDIT}\n            gl.fence_proxy_async()\n", f"{CREDIT}\n")], "R"),
+    "no credit for the second block": ([("            give_credits(work, 1)\n", "")], "D"),
+    "a credit for the third block at the start": ([("            give_credits(work, 1)\n", "            give_credits(work, 1)\n            give_credits(work, 2)\n")], "R"),
+    "given back before the last rows are finished": ([(FINISHED, FINISHED.replace("rows -", "rows - 2 *"))], "RD"),
+    "finished rows counted without order": ([(FINISHED, FINISHED.replace("acq_rel", "relaxed"))], "R"),
+    "finished rows not put back": ([('        gl.atomic_xchg(finished, 0, sem="relaxed", scope="gpu")\n', "")], "RD"),
+    "another block let in": ([("give_credits(work, block + 2)", "give_credits(work, block + 3)")], "D"),
+    "nothing given back": ([("give_credits(work, block + 2)", "pass")], "D"),
+    "blocks of one slot": ([("slot = (work.epoch + head // work.held) & 1", "slot = work.epoch & 1")], "R"),
+    # harmless
+    "credits given twice": ([("            give_credits(work, 1)\n", "            give_credits(work, 1)\n            give_credits(work, 1)\n")], None),
+}  # fmt: skip
+
+
+def two_block_calls():
+    """Three calls of three ranks: three blocks of two heads, the last one of one."""
+    found = []
+    for placement in ("zigzag", "contiguous"):
+        kw = dict(causal=placement == "zigzag", placement=placement, plan=plan(schedule="two_blocks", comm_sms=2))
+        found.append([(whole(1, 5, 5, 3 * 70, 64, dtype=torch.bfloat16, seed=i), kw) for i in range(3)])
+    return found
 
 
 PACKED = {
@@ -71,7 +104,7 @@ PACKED = {
     "sources that no tile has waited for": ([("if not work.attention.PACKED:", "if True:")], "R"),
     "only half of the pieces": ([("count *= work.PIECES", "count *= 1")], "W"),
     # harmless
-    "all keys to everybody": ([("end = work.cols // 2 + (work.attention.BN if work.attention.PACKED else 0)", "end = work.cols")], None),
+    "all keys to everybody": ([("end = work.cols // 2 + (att.BN if att.PACKED else 0)", "end = work.cols")], None),
     "every block with a mask": ([("beginning(att, first_row + att.ROWS - 1, offset) > 0", "offset == offset")], None),
 }  # fmt: skip
 
@@ -105,3 +138,10 @@ def test_an_edit_of_what_packed_rows_see_is_judged_rightly(name, monkeypatch, tm
     edits, expected = PACKED[name]
     put_edited(NAME, edits, monkeypatch, tmp_path)
     judge(NAME, packed_calls(), expected)
+
+
+@pytest.mark.parametrize("name", TWO_BLOCKS)
+def test_an_edit_of_credits_is_judged_rightly(name, monkeypatch, tmp_path):
+    edits, expected = TWO_BLOCKS[name]
+    put_edited(NAME, edits, monkeypatch, tmp_path)
+    judge(NAME, two_block_calls(), expected)

@@ -9,6 +9,7 @@ As tests/compiling.py, of which the fabric is: a variant goes through the op's o
 import importlib
 import json
 import re
+from dataclasses import replace
 from unittest import mock
 
 import torch
@@ -41,9 +42,18 @@ def multiplying_loops(sass) -> list[tuple[int, int]]:
 
 
 def compiled(
-    op, world=4, rows=1000, dim=128, dtype="bfloat16", causal=False, layout="bhsd", placement=None, packed=False
+    op,
+    world=4,
+    rows=1000,
+    dim=128,
+    dtype="bfloat16",
+    causal=False,
+    layout="bhsd",
+    placement=None,
+    packed=False,
+    **planned,
 ) -> dict:
-    """One variant."""
+    """One variant; `planned`: what its plan has otherwise."""
     fabric, kind, found = CompilingFabric(world), getattr(torch, dtype), []
     cu_seqlens = meta(9, dtype=torch.int32) if packed else None
     q, k, v = (
@@ -60,7 +70,7 @@ def compiled(
         return usage, sass
 
     with mock.patch.object(compiler, "_disassembled", kept):
-        fused(launch.prepare, fabric, call, q, k, v, route.plan, cu_seqlens)
+        fused(launch.prepare, fabric, call, q, k, v, replace(route.plan, **planned), cu_seqlens)
     return {**fabric.reports[-1], "loops": found}
 
 

@@ -96,6 +96,40 @@ def test_tiles_and_communicators(op, comm_sms):
             assert_right(run_calls(w, op, calls), calls)
 
 
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_two_blocks_of_heads(world):
+    """Calls of both schedules in turn, of which the first one of two blocks uses a slot several times."""
+    made = [((1, 12, 12, world * 520, 128), "two_blocks"), ((2, 8, 2, world * 96, 64), "two_blocks"),
+            ((1, 8, 4, world * 300, 64), "inter_sm")]  # fmt: skip
+    for causal, placement in ((False, "contiguous"), (True, "contiguous"), (True, "zigzag")):
+        calls = []
+        for i in range(6):
+            shape, schedule = made[i % 3]
+            chosen = plan((128, 128, shape[-1]), 4, 2, schedule=schedule)
+            kw = dict(causal=causal, placement=placement, plan=chosen)
+            calls.append((whole(*shape, dtype=torch.bfloat16, seed=i, device="cuda"), kw))
+        with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+            assert_right(run_calls(w, "ring_attention", calls), calls)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_packed_sequences(world, causal, op):
+    """Values and gradients; sequences of a few tokens, and such as several ranks have parts of."""
+    total = world * 700
+    more = dict(placement="zigzag") if op == "ring_attention" else {}
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        for seed, most in enumerate((40, 400, 3 * total)):
+            g = torch.Generator().manual_seed(seed)
+            ends = torch.randint(1, most, (total,), generator=g).cumsum(0)
+            ends = torch.cat((torch.zeros(1), ends[ends < total], torch.tensor([total]))).int().cuda()
+            tensors = whole(1, 8, 4, total, 128, dtype=torch.bfloat16, seed=seed, device="cuda")
+            options = dict(causal=causal, cu_seqlens=ends, grads=True)
+            got = run(w, getattr(tw, op), tensors, **options, **more)
+            assert_near(got, truth(tensors, **options), torch.bfloat16, slack=6)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_an_absent_rank_gives_a_timeout_and_the_world_works_again(op):
     """Rank 1 has fallen a call behind for good: its peers wait for flags that never come."""

@@ -8,6 +8,7 @@ VARIANTS = {
     "ring, eight ranks, D 64": dict(RING, world=8, dim=64),
     "ring, D 256": dict(RING, dim=256),
     "ring, one rank, few rows": dict(RING, world=1, rows=40),
+    "ring, zigzag, two blocks": dict(RING, causal=True, placement="zigzag", schedule="two_blocks"),
     "ring, zigzag, packed": dict(RING, causal=True, placement="zigzag", packed=True),
     "Ulysses, causal": dict(ULYSSES, causal=True),
     "Ulysses, eight ranks, D 64, bshd, fp16": dict(ULYSSES, world=8, dim=64, dtype="float16", layout="bshd"),

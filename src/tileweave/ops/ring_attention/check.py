@@ -1,5 +1,6 @@
 """ring_attention: its contract, the path of a call, and what each rank's queries see of each rank's keys."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tileweave.fabric import MAX_RANKS
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
 from tileweave.ops.sequence import contract
@@ -14,9 +16,10 @@ from tileweave.ops.sequence.contract import check_packed, check_shape, decide, u
 from tileweave.ops.sequence.packed import Block, blocks_between
 from tileweave.ops.sequence.placement import PLACEMENTS, pieces
 from tileweave.planner import H200, Plan
-from tileweave.planner.attention import Problem, padded_dim, unsupported
+from tileweave.planner.attention import TWO_BLOCKS, Problem, padded_dim, unsupported
 
 NAME = "ring_attention"
+CHANNELS = NAME, f"{NAME}, two blocks"
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,23 @@ class Call(contract.Call):
 
     def __str__(self) -> str:
         return f"{super().__str__()}, placement={self.placement!r}"
+
+
+def channel_name(plan: Plan) -> str:
+    """The channel of a call with this plan: with another protocol the slots, flags and epoch are others too."""
+    return CHANNELS[plan.schedule == TWO_BLOCKS]
+
+
+def blocks_at_most(world: int, two_blocks: bool) -> int:
+    """Blocks of heads that a channel has flags and counters for: of each receiver, with two blocks of what is finished
+    as well."""
+    return (MAX_RANKS - 2) // world if two_blocks else MAX_RANKS // world
+
+
+def held_heads(heads: int, world: int) -> int:
+    """Heads in a block of which a rank holds two, from each peer: together as many keys as two ranks have, unless there
+    are fewer `heads` than peers, or more blocks than flags."""
+    return max(heads // (world - 1), math.ceil(heads / blocks_at_most(world, True)), 1)
 
 
 def runs_of(call: Call, world: int, rank: int) -> list[int]:
@@ -123,4 +143,6 @@ def problem_of(site: Site, call: Call) -> Problem | None:
     sent = 4 * (site.world - 1) * s.batch * s.kv_heads * s.kv_rows * dim
     rows = s.rows // pieces(call.placement)
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
-    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, site.backend == "processes")
+    gathered = 8 * (site.world - 1) * s.batch * s.kv_heads * s.kv_rows * dim if blocks_at_most(site.world, True) else 0
+    linked = site.backend == "processes"
+    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, linked, gathered)

@@ -14,13 +14,21 @@ whole tiles. With CAUSAL a piece sees
 | earlier ranks | all of contiguous keys, the first half of zigzag ones | the first half |
 | later ranks | nothing | all |
 
-and what no row of the receiver sees is not sent. Two slots alternate by the epoch. Besides the tables of the template, of
-the communicator and of the exchange:
+and what no row of the receiver sees is not sent. A rank's slots have a place for each peer. There are two, of `held` heads:
+all of them, and the slots alternate by the epoch; or, TWO_BLOCKS, one block, so that all places together hold about as many
+keys as two ranks have. Then the slots alternate by the block as well, and whoever sends needs a credit for each. Besides the
+tables of the template, of the communicator and of the exchange:
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
 | flags[d][b * WORLD + r] = epoch | rank r, the last communicator that sent d of its b-th block of heads; at once where d sees nothing | rank d's loaders, before a segment of these heads; d's first communicator, b = 0, before it ends | release / acquire, sys; then a proxy fence | the exchange's |
 | slot e % 2 of rank d | peers in call e (TMA stores) | d's loaders after flags | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
+| slot (e + b) % 2 of rank d, TWO_BLOCKS | peers, block b of call e | likewise | likewise | credits |
+| flags[r][(FLAGS + b) * WORLD + d] = epoch, a credit | rank d: for its first two blocks at the start, for block b where the last tile of block b - 2 is finished | r's communicators, before they store their first tile of block b in d's slot | release / acquire, sys; then a proxy fence | the exchange's |
+| state[finished + b] | each storer, rows of block b finished | nobody; the last one gives the credit | acq_rel, gpu | the last one puts it back to 0 |
+
+No two ranks wait for each other's credits: blocks below the lowest that anybody is kept from sending have all been sent and,
+as a block is at least LAG tiles of each communicator, told, so every rank can finish them.
 
 A wait that times out makes the loader load K from beyond the slot, which TMA fills with NaN: every role keeps its counts.
 """
@@ -36,7 +44,7 @@ from tileweave.tiles.attention_hooks import (
 )
 from tileweave.tiles.communicator import send_blocks
 from tileweave.tiles.exchange import NEXT, Sender, finish, moved, raise_flag
-from tileweave.tiles.matmul import EPOCH
+from tileweave.tiles.matmul import EPOCH, OWN_WORDS
 
 
 @gl.aggregate
@@ -47,7 +55,7 @@ class Work:
     matmul: Sender  # by the name that tiles/communicator.py knows
     flags: gl.Flags
     out: gl.tensor_descriptor  # [batch, heads, PIECES, rows, D], as q
-    k_slots: gl.tensor_descriptor  # [world, slot x source, batch x heads of K and V, cols, D], any rank's
+    k_slots: gl.tensor_descriptor  # [world, slot x peer, held, cols, D], any rank's
     v_slots: gl.tensor_descriptor
     lse: gl.tensor  # [batch, heads, PIECES * rows]
     heads: gl.tensor
@@ -59,24 +67,28 @@ class Work:
     together: gl.tensor
     blocks: gl.tensor  # of heads of K and V, all batches counted
     height: gl.tensor  # heads in one
+    held: gl.tensor  # heads of K and V in a slot
     share: gl.tensor  # of a block for one receiver: tiles for each communicator
     ends: gl.tensor  # storers and communicators of the grid
     epoch: gl.tensor
     CAUSAL: gl.constexpr
     PIECES: gl.constexpr
     FLAGS: gl.constexpr  # blocks that there are flags for
+    TWO_BLOCKS: gl.constexpr
 
     @gl.constexpr_function
     def __init__(
         self, attention, matmul, flags, out, k_slots, v_slots, lse, heads, kv_heads, batch_heads, rows, padded, cols,
-        together, blocks, height, share, ends, epoch, CAUSAL, PIECES, FLAGS,
+        together, blocks, height, held, share, ends, epoch, CAUSAL, PIECES, FLAGS, TWO_BLOCKS,
     ):  # fmt: skip
         self.attention, self.matmul, self.flags, self.out = attention, matmul, flags, out
         self.k_slots, self.v_slots, self.lse = k_slots, v_slots, lse
         self.heads, self.kv_heads, self.batch_heads = heads, kv_heads, batch_heads
         self.rows, self.padded, self.cols, self.together = rows, padded, cols, together
-        self.blocks, self.height, self.share, self.ends, self.epoch = blocks, height, share, ends, epoch
+        self.blocks, self.height, self.held, self.share = blocks, height, held, share
+        self.ends, self.epoch = ends, epoch
         self.CAUSAL, self.PIECES, self.FLAGS = gl.constexpr(CAUSAL), gl.constexpr(PIECES), gl.constexpr(FLAGS)
+        self.TWO_BLOCKS = gl.constexpr(TWO_BLOCKS)
 
 
 # ---------------------------------------------------------------- the attention of one GPU
@@ -118,9 +130,11 @@ def epilogue(work, o, peak, total, MINE: gl.constexpr, batch, head, row, LAYOUT:
 
 @gl.jit
 def store(work, batch, head, row, buf):
-    """Storer: ROWS rows of the result."""
+    """Storer: ROWS rows of the result, which have no more use for their keys."""
     piece, row = in_piece(work, row)
     gl.tma_store(work.out, [batch, head, piece, row, 0], buf)
+    if work.TWO_BLOCKS:
+        give_back(work, block_of(work, batch, head))
 
 
 # ---------------------------------------------------------------- what the ring adds
@@ -158,11 +172,17 @@ def segment(work, row, i):
 
 
 @gl.jit
+def block_of(work, batch, head):
+    """The block of a query head's K and V."""
+    return (batch * work.kv_heads + head // work.attention.group) // work.height
+
+
+@gl.jit
 def before_kv(work, batch, head, source, known):
     """Loader: wait for a source's keys of the head's block. `known`: blocks of which those of all sources have come;
     PACKED tiles skip some."""
     flags = work.flags
-    block = (batch * work.kv_heads + head // work.attention.group) // work.height
+    block = block_of(work, batch, head)
     there = known == known
     if (source != flags.rank) & (known <= block):
         there = gl.wait(flags, block * flags.world + source, work.epoch)
@@ -174,17 +194,26 @@ def before_kv(work, batch, head, source, known):
 
 
 @gl.jit
+def place(work, source, receiver, head):
+    """Where a head of K and V of a source lies in a receiver's slots: which place of the two slots, which head in it."""
+    slot = (work.epoch + head // work.held) & 1
+    peers = work.flags.world - 1
+    return slot * peers + (receiver + peers - source) % work.flags.world, head % work.held
+
+
+@gl.jit
 def load_any(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there):
     """Loader: a block of K or V, own or from a slot."""
     if source == work.flags.rank:
         load_kv(work, buf, bar, IS_V, batch, head, source, row, there)
     else:
-        place = (work.epoch & 1) * work.flags.world + source
-        at = [place, batch * work.kv_heads + head // work.attention.group, gl.where(there, row, work.cols), 0]
+        rank = work.flags.rank
+        slot, head = place(work, source, rank, batch * work.kv_heads + head // work.attention.group)
+        at = [slot, head, gl.where(there, row, work.cols), 0]
         if IS_V:
-            gl.load_async(work.v_slots, work.flags.rank, at, moved(buf, work.v_slots), bar)
+            gl.load_async(work.v_slots, rank, at, moved(buf, work.v_slots), bar)
         else:
-            gl.load_async(work.k_slots, work.flags.rank, at, moved(buf, work.k_slots), bar)
+            gl.load_async(work.k_slots, rank, at, moved(buf, work.k_slots), bar)
 
 
 @gl.jit
@@ -203,14 +232,16 @@ def receiver(work, block):
 @gl.jit
 def item(work, block, i):
     """This CTA's i-th tile of a block: of V or of K, the head, the row; beyond the end where there is nothing to send."""
-    high = gl.cdiv(work.cols, work.attention.BN)
+    att = work.attention
+    high = gl.cdiv(work.cols, att.BN)
     t = i * work.matmul.COMM_SMS + gl.program_id(0)
-    row = t // 2 % high * work.attention.BN
-    nothing = t // 2 // high >= work.height
+    number, row = t // 2 // high, t // 2 % high * att.BN
+    head = block // reach(work) * work.height + number
+    nothing = (number >= work.height) | (head >= work.batch_heads // att.group)
     if work.CAUSAL and work.PIECES == 2:
-        end = work.cols // 2 + (work.attention.BN if work.attention.PACKED else 0)  # PACKED: blocks begin at any row
+        end = work.cols // 2 + (att.BN if att.PACKED else 0)  # PACKED: blocks begin at any row
         nothing = nothing | ((receiver(work, block) > work.flags.rank) & (row >= end))
-    return t % 2, block // reach(work) * work.height + t // 2 // high, gl.where(nothing, work.cols, row)
+    return t % 2, head, gl.where(nothing, work.cols, row)
 
 
 @gl.jit
@@ -228,17 +259,19 @@ def fetch(work, block, i, at):
 
 @gl.jit
 def send(work, block, i, at, epoch):
-    """Communicator: push it into this rank's place in a slot."""
+    """Communicator: push it into this rank's place in a slot, once there is room."""
+    flags, to = work.flags, receiver(work, block)
+    if work.TWO_BLOCKS:
+        if i == 0:
+            gl.wait(flags, (work.FLAGS + block // reach(work)) * flags.world + to, epoch)
+            gl.fence_proxy_async()
     is_v, head, row = item(work, block, i)
-    where = [(epoch & 1) * work.flags.world + work.flags.rank, head, row, 0]
+    slot, head = place(work, flags.rank, to, head)
+    buf = work.attention.kv_bufs.index(at.slot)
     if is_v == 1:
-        gl.store_async(
-            work.v_slots, receiver(work, block), where, moved(work.attention.kv_bufs.index(at.slot), work.v_slots)
-        )
+        gl.store_async(work.v_slots, to, [slot, head, row, 0], moved(buf, work.v_slots))
     else:
-        gl.store_async(
-            work.k_slots, receiver(work, block), where, moved(work.attention.kv_bufs.index(at.slot), work.k_slots)
-        )
+        gl.store_async(work.k_slots, to, [slot, head, row, 0], moved(buf, work.k_slots))
 
 
 @gl.jit
@@ -248,8 +281,32 @@ def tell(work, block, epoch):
 
 
 @gl.jit
+def give_credits(work, block):
+    """Let all peers send a block, if there is such a one."""
+    if block < work.blocks:
+        for i in range(1, work.flags.world):
+            raise_flag(work, (work.flags.rank + i) % work.flags.world, work.FLAGS, block)
+
+
+@gl.jit
+def give_back(work, block):
+    """Storer: ROWS rows of a block are finished; behind the last ones the block after the next may come in its place."""
+    att = work.attention
+    heads = gl.minimum(work.height, work.batch_heads // att.group - block * work.height) * att.group
+    finished = work.matmul.state + OWN_WORDS + (work.flags.world - 1) * work.FLAGS + block
+    rows = heads * work.PIECES * work.padded
+    if gl.atomic_add(finished, att.ROWS, sem="acq_rel", scope="gpu") == rows - att.ROWS:
+        gl.atomic_xchg(finished, 0, sem="relaxed", scope="gpu")
+        give_credits(work, block + 2)
+
+
+@gl.jit
 def communicate(work):
-    """Communicator: tell those that see nothing of this rank's keys, then send to the others."""
+    """Communicator: give the first credits, tell those that see nothing of this rank's keys, then send to the others."""
+    if work.TWO_BLOCKS:
+        if gl.program_id(0) == 0:
+            give_credits(work, 0)
+            give_credits(work, 1)
     if work.CAUSAL and work.PIECES == 1:
         if gl.program_id(0) == 0:
             for peer in range(0, work.flags.rank):
@@ -266,13 +323,14 @@ def communicate(work):
 
 @gl.jit(do_not_specialize=[
     "rank", "flags_stride", "timeout_us", "tiles", "scale", "heads", "kv_heads", "batch_heads", "group", "rows", "padded", "cols",
-    "together", "blocks", "height", "share", "ends",
+    "together", "blocks", "height", "held", "share", "ends",
 ])  # fmt: skip
 def ring_attention_kernel(
     rank, q_desc, k_desc, v_desc, out_desc, lse, bounds, k_slots_desc, v_slots_desc, flags_ptr, flags_stride, state,
-    timeout_us, tiles, scale, heads, kv_heads, batch_heads, group, rows, padded, cols, together, blocks, height, share, ends,
+    timeout_us, tiles, scale, heads, kv_heads, batch_heads, group, rows, padded, cols, together, blocks, height, held, share, ends,
     WORLD: gl.constexpr, CAUSAL: gl.constexpr, PACKED: gl.constexpr, PIECES: gl.constexpr, FLAGS: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr,
+    TWO_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """softmax(scale * q K^T, masked) V, of q [batch, heads, PIECES, rows, D] and the k, v [batch, kv_heads, cols, D] of all
     ranks. scale has log2(e) in it; bounds: those of PACKED rows, as the template has them. Grid: co-resident CTAs, one per SM."""
@@ -284,8 +342,8 @@ def ring_attention_kernel(
     )  # fmt: skip
     work = Work(
         att, Sender(att.ring, state, COMM_SMS), flags, out_desc, k_slots_desc, v_slots_desc, lse, heads, kv_heads,
-        batch_heads, rows, padded, cols, together, blocks, height, share, ends, gl.load(state + EPOCH) + 1, CAUSAL, PIECES,
-        FLAGS,
+        batch_heads, rows, padded, cols, together, blocks, height, held, share, ends, gl.load(state + EPOCH) + 1, CAUSAL,
+        PIECES, FLAGS, TWO_BLOCKS,
     )  # fmt: skip
     COMMUNICATE: gl.constexpr = communicate if COMM_SMS > 0 else no_communicator
     run_attention(

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tileweave.fabric import MAX_RANKS, Fabric
+from tileweave.fabric import Fabric
 from tileweave.ops.attention.launch import as_heads
 from tileweave.ops.descriptors import Box
-from tileweave.ops.ring_attention.check import NAME, Call, blocks_of, runs_of
+from tileweave.ops.ring_attention.check import Call, blocks_at_most, blocks_of, channel_name, held_heads, runs_of
 from tileweave.ops.ring_attention.kernel import ring_attention_kernel
 from tileweave.ops.sequence.contract import heads_first, lse_dtype
 from tileweave.ops.sequence.launch import LOG2_E, Prepared, Tensors
@@ -18,7 +18,8 @@ from tileweave.ops.sequence.placement import pieces
 from tileweave.ops.sequence.tensors import in_pieces, place_bytes, slots
 from tileweave.ops.sequence.travel import traveller
 from tileweave.planner import Plan
-from tileweave.planner.attention import ROWS, block_heads, query_bufs
+from tileweave.planner.attention import ROWS, TWO_BLOCKS, block_heads, query_bufs
+from tileweave.tiles.communicator import LAG
 
 
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
@@ -26,33 +27,42 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
     s, world, (tile, keys, dim) = call.shape, fabric.world_size, plan.tile  # dim may be padded
     parts, consumers = pieces(call.placement), tile // ROWS
     rows, kv_batch_heads = s.rows // parts, s.batch * s.kv_heads
-    shapes = [(kv_batch_heads, s.kv_rows, dim)] * 2
-    channel = fabric.channel(NAME, 0, world * place_bytes(shapes, call.dtype) if world > 1 else 0)
-    most, high = MAX_RANKS // world, math.ceil(s.kv_rows / keys)
-    height = block_heads(kv_batch_heads, most, 2 * high, plan.comm_sms)
+    two_blocks, high = plan.schedule == TWO_BLOCKS, math.ceil(s.kv_rows / keys)
+    most = blocks_at_most(world, two_blocks)
+    if two_blocks:
+        height = held = held_heads(kv_batch_heads, world)
+    else:
+        height, held = block_heads(kv_batch_heads, most, 2 * high, plan.comm_sms), kv_batch_heads
+    shapes = [(held, s.kv_rows, dim)] * 2
+    channel = fabric.channel(channel_name(plan), 0, (world - 1) * place_bytes(shapes, call.dtype))
     padded = math.ceil(rows / tile) * tile
     across, group = parts * padded // tile, s.heads // s.kv_heads
     tiles = s.batch * s.heads * across
     computing = min(fabric.sms - plan.comm_sms, tiles)
-    together = math.ceil(math.ceil(computing / across) / group) * group  # as many heads as are worked at anyway
+    together = math.ceil(math.ceil(computing / across) / group)  # as many heads as are worked at anyway
+    if two_blocks:  # and all tiles of a block before those of the next one
+        together = max(n for n in range(1, min(together, height) + 1) if height % n == 0)
+    share = math.ceil(2 * high * height / max(plan.comm_sms, 1))
     tail = (
         channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, tiles, call.scale * LOG2_E, s.heads,
-        s.kv_heads, s.batch * s.heads, group, rows, padded, s.kv_rows, together,
-        math.ceil(kv_batch_heads / height), height, math.ceil(2 * high * height / max(plan.comm_sms, 1)),
+        s.kv_heads, s.batch * s.heads, group, rows, padded, s.kv_rows, together * group,
+        math.ceil(kv_batch_heads / height), height, held, max(share, LAG.value) if two_blocks else share,
         computing * consumers + plan.comm_sms,
         world, call.causal, call.packed, parts, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
+        two_blocks,
     )  # fmt: skip
     query, key = (1, 1, 1, ROWS, dim), (1, 1, keys, dim)
     out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
     return Prepared(
         ring_attention_kernel,
+        channel.op,
         call,
         Box(in_pieces(q, parts), query),
         Box(k, key),
         Box(v, key),
         Box(in_pieces(out, parts), query),
         in_tiles(runs_of(call, world, fabric.rank), rows, padded, q.device) if call.packed else None,
-        _slots(slots(channel.staging, 2 * world, shapes, call.dtype) if world > 1 else [k[None], v[None]], key),
+        _slots(slots(channel.staging, 2 * (world - 1), shapes, call.dtype) if world > 1 else [k[None], v[None]], key),
         computing + plan.comm_sms,
         tail,
     )

@@ -46,7 +46,9 @@ def ring_attention(
         return_lse: also return the log-sum-exp of the scores.
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Its tile is (queries, keys, D padded to
             64, 128 or 256), its schedule "inter_sm": `comm_sms` SMs push this rank's k and v to the peers while the
-            others attend, to own keys first. One kernel; the keys of all ranks are in the workspace meanwhile.
+            others attend, to own keys first. One kernel; the keys of all peers are in the workspace meanwhile, twice.
+            With "two_blocks" only those of two blocks of heads are, together as many as two ranks have, or of one head
+            each where k has fewer heads than there are peers; the planner takes it where all would be more than 16 GiB.
 
     Returns:
         `out`, shape, dtype and layout of q, a fresh contiguous tensor, ready on the current stream; with `return_lse` a

@@ -9,11 +9,18 @@ since lse is that of all,
     dV = P^T dO        dS = P * (dO V^T - rowsum(dO * O)) * scale        dQ = dS K        dK = dS^T Q
 """
 
-from tileweave.ops.ring_attention.check import NAME, check, settle
+from tileweave.ops.ring_attention.check import CHANNELS, NAME, check, settle
 from tileweave.ops.ring_attention.launch import prepare, unfused, unfused_backward
 from tileweave.ops.sequence.operator import Attention, register
 
 RING = Attention(
-    NAME, "bool causal, float? scale, str layout, str placement", check, settle, prepare, unfused, unfused_backward
+    NAME,
+    CHANNELS,
+    "bool causal, float? scale, str layout, str placement",
+    check,
+    settle,
+    prepare,
+    unfused,
+    unfused_backward,
 )
 OPERATOR, run = register(RING), RING.run

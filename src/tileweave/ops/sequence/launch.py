@@ -21,9 +21,11 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(slots=True)
 class Prepared:
-    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once."""
+    """A fused call but for its tensors' data: what depends on shapes, strides and options alone, made once.
+    channel: the name of the one that its slots are in."""
 
     kernel: Any
+    channel: str
     call: Call
     q: Box
     k: Box

@@ -38,7 +38,8 @@ from tileweave.ops.sequence.packed import hold_ends, likeness, read_ends
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention op is made of. options: those of its schema, the first two causal and scale, without the plan.
+    """What an attention op is made of. channels: of all plans, a call has one of them; options: those of its schema,
+    the first two causal and scale, without the plan.
 
     With `options` standing for these: check(world, q, k, v, cu_seqlens, *options) and settle(site, q, k, v, cu_seqlens,
     *options, plan) hold `Like`s to the contract; prepare(fabric, call, q, k, v, plan) makes a launch;
@@ -47,6 +48,7 @@ class Attention:
     """
 
     name: str
+    channels: tuple[str, ...]
     options: str
     check: Callable[..., Call]
     settle: Callable[..., tuple[Call, Route]]
@@ -60,7 +62,7 @@ class Attention:
         `options` are those of the schema, then a Plan or None. Returns (out, lse).
         """
         kinds = kind(q), kind(k), kind(v), likeness(cu_seqlens), options
-        prepared = recall(fabric, self.name, kinds, q)
+        prepared = next(filter(None, (recall(fabric, each, kinds, q) for each in self.channels)), None)
         if prepared is not None:
             hold_ends(fabric, self.name, cu_seqlens, prepared.call.shape.rows)
             return prepared.launch(fabric, q, k, v, cu_seqlens)
@@ -77,7 +79,7 @@ class Attention:
             ends = read_ends(self.name, cu_seqlens, call.shape.rows * fabric.world_size)
             return self.unfused(fabric, call, q, k, v, ends)
         results, prepared = fused(self.prepare, fabric, call, q, k, v, route.plan, cu_seqlens)
-        remember(fabric, self.name, kinds, agreement, prepared)
+        remember(fabric, prepared.channel, kinds, agreement, prepared)
         return results
 
     def run_backward(self, fabric: Fabric, grad, q, k, v, out, lse, cu_seqlens, *options) -> tuple:

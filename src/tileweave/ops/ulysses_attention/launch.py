@@ -52,6 +52,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
     )
     return Prepared(
         ulysses_attention_kernel,
+        channel.op,
         call,
         Box(q, query),
         Box(k, key),

@@ -11,5 +11,7 @@ from tileweave.ops.sequence.operator import Attention, register
 from tileweave.ops.ulysses_attention.check import NAME, check, settle
 from tileweave.ops.ulysses_attention.launch import prepare, unfused, unfused_backward
 
-ULYSSES = Attention(NAME, "bool causal, float? scale, str layout", check, settle, prepare, unfused, unfused_backward)
+ULYSSES = Attention(
+    NAME, (NAME,), "bool causal, float? scale, str layout", check, settle, prepare, unfused, unfused_backward
+)
 OPERATOR, run = register(ULYSSES), ULYSSES.run
