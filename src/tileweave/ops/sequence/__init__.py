@@ -1,1 +1,1 @@
-"""What the ops that shard a sequence share: contract, placement, attention of a block, transfers of a fallback."""
+"""What the ops that shard a sequence share: contract, operator, launch, placement, attention of a block, transfers."""
