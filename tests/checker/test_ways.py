@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from tileweave.checker import SCENARIOS, CallableCase, OpCase, check
+from tileweave.checker import SCENARIOS, CallableCase, OpCase, catalogue, check
+from tileweave.checker.mutants import mutants
 from tileweave.checker.problems import PROBLEMS
 from tileweave.checker.trial import REPLAY, STREAMS, Trial, run_trial
 from tileweave.fabric.workspace import Workspace
@@ -53,3 +54,10 @@ def test_ops_that_share_flags_are_found_where_they_take_turns(monkeypatch):
         monkeypatch.setattr(Workspace, name, lambda self, op, *rest, real=real: real(self, "all", *rest))
     assert kinds(case, "") == {None}
     assert kinds(case, STREAMS) - {None}
+
+
+def test_operands_are_made_by_the_stream_so_a_kernel_must_wait_before_it_reads_them():
+    """attention_kernel has no state of its own: what it must wait for is what it is given."""
+    reached = catalogue.reached("attention", 1)
+    (mutant,) = [m for m in mutants(reached) if "grid_dependency_wait" in m.source and m.operator == "drop"]
+    assert "race on global memory" in catalogue.judge("attention", mutant, [0], 1)["said"]

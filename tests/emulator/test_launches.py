@@ -5,6 +5,7 @@ import torch
 
 from tests.emulator.kernels import launches as k
 from tileweave.emulator import DeadlockError, EmulatorError, RaceError, World
+from tileweave.lang.launches import launched_ahead
 from tileweave.ops.descriptors import describe
 
 SEEDS = range(4)
@@ -34,6 +35,11 @@ def test_an_access_before_the_wait_is_a_race_with_the_predecessor(wait):
     for seed in SEEDS:
         with pytest.raises(RaceError, match=r"missing: grid_dependency_wait\(\) in rank 0 CTA \d before its access"):
             chain(["first", wait], seed=seed)
+
+
+def test_it_is_the_kernels_own_text_that_says_so():
+    assert launched_ahead(k.passes_on) and launched_ahead(k.copies_in_a_partition)
+    assert not launched_ahead(k.sets) and not launched_ahead(k.pushes)
 
 
 def test_a_kernel_that_does_not_say_the_wait_begins_behind_its_predecessor():

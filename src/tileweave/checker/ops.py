@@ -160,13 +160,21 @@ class OpCase:
                 )
 
 
+def _made(x: tuple, group: Any) -> tuple:
+    """A rank's operands, its own as in a process of its own, made by its stream just before the call."""
+    made = tuple(each.clone(memory_format=torch.preserve_format) for each in x)
+    for each in made:
+        group.world.touch(each, "write")
+    return made
+
+
 def _one_by_one(op: OpProblem, calls: list[tuple], group: Any, options: Options) -> list[Results]:
-    return [op.call(x, group, **options) for x in calls]
+    return [op.call(_made(x, group), group, **options) for x in calls]
 
 
 def _replayed(op: OpProblem, calls: list[tuple], group: Any, options: Options) -> list[Results]:
     """A call to warm up, another one captured on memory that the graph knows, and that one replayed for each call."""
-    held = tuple(x.clone(memory_format=torch.preserve_format) for x in calls[-1])
+    held = _made(calls[-1], group)
     op.call(held, group, **options)
     with group.world.capture() as graph:
         outs = op.call(held, group, **options)
@@ -174,6 +182,7 @@ def _replayed(op: OpProblem, calls: list[tuple], group: Any, options: Options) -
     for x in calls:
         for mine, new in zip(held, x, strict=True):
             mine.copy_(new)
+            group.world.touch(mine, "write")
         graph.replay()
         results.append(tuple(out.clone() for out in outs))
     return results
@@ -185,7 +194,7 @@ def _in_turn(op: OpProblem, calls: list[tuple], group: Any, options: Options) ->
     for call, x in enumerate(calls):
         mine = torch.full((3, 8), float(group.rank + call))
         total = tw.all_reduce(mine, group)
-        results.append(op.call(x, group, **options))
+        results.append(op.call(_made(x, group), group, **options))
         if not (total == call * ranks + ranks * (ranks - 1) / 2).all():
             raise AssertionError(f"call {call} of the other op, all_reduce, on rank {group.rank}: got {total}")
     return results

@@ -40,6 +40,11 @@ class EmulatedWorld(World):
         again, as a CUDA graph would."""
         return self._machine.capture()
 
+    def touch(self, tensor: torch.Tensor, kind: str) -> None:
+        """Inside `run`: declare that the calling rank's stream reads or writes ("write") a tensor here, between its
+        kernels, so that races with it are seen."""
+        self._machine.touch(tensor, kind)
+
     def _run(self, body: Callable[[int], T]) -> list[T]:
         from tileweave import emulator
 
