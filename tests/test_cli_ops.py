@@ -12,7 +12,12 @@ from tileweave.cli.problem import make_problem
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 OTHERS = [op for op in OPS if op != "matmul_reduce_scatter"]  # which test_cli.py runs
-SMALL = {"all_gather_matmul": "m=64,n=128,k=64", "matmul_all_reduce": "m=24,n=64,k=96"}
+EXPERTS = ("grouped_matmul", "moe_dispatch_matmul")
+SMALL = {
+    "all_gather_matmul": "m=64,n=128,k=64",
+    "matmul_all_reduce": "m=24,n=64,k=96",
+    **dict.fromkeys(EXPERTS, "tokens=48,hidden=64,inner=72,experts=6"),
+}
 
 
 def run(op, *options, ranks=2, shape=None):
@@ -22,7 +27,7 @@ def run(op, *options, ranks=2, shape=None):
 
 
 def test_the_ops_are_those_of_the_library():
-    assert set(OPS) == {"matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", *COLLECTIVES}
+    assert set(OPS) == {"matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", *COLLECTIVES, *EXPERTS}
     assert all(callable(getattr(tileweave, op)) for op in OPS)
 
 
@@ -32,9 +37,9 @@ def test_a_small_problem_is_right_and_told_as_one_object(op, ranks, capsys):
     shape = {"all_gather_matmul": "m=96,n=96,k=64"}.get(op)
     assert run(op, "--json", ranks=ranks, shape=shape) == 0
     report = json.loads(capsys.readouterr().out)
-    fused = ranks > 1 or op not in COLLECTIVES  # those of one rank are a copy
+    fused = ranks > 1 or op not in (*COLLECTIVES, "moe_dispatch_matmul")  # those of one rank send nothing
     assert (report["op"], report["ranks"], report["world"], report["fused"]) == (op, ranks, "emulated", fused)
-    assert (report["plan"] is None) == (op in COLLECTIVES)
+    assert (report["plan"] is None) == (op in COLLECTIVES or not fused)
     assert report["ok"] is True and 0 <= report["rel_error"] <= report["tolerance"]
     assert report["rel_error"] > 0 or op in COLLECTIVES
 
@@ -47,7 +52,7 @@ def test_text_names_sizes_and_shapes_and_what_next(op, capsys):
     operands, result = problem.shapes()
     assert f"{op}, 2 ranks, bf16" in text
     assert " ".join(f"{name}={size}" for name, size in problem.sizes.items()) in text
-    assert f"per rank {' @ '.join(map(str, operands))} -> {result}".replace("(", "[").replace(")", "]") in text
+    assert f"per rank {' @ '.join(str(list(shape)) for shape in operands)} -> {list(result)}" in text
     assert "right: relative error" in text and f"tileweave run {op} " in text
 
 
@@ -55,8 +60,9 @@ def test_text_names_sizes_and_shapes_and_what_next(op, capsys):
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_default_sizes_are_legal_and_aligned_for_any_world(op, ranks):
     problem = make_problem(op, ranks, "", "bf16")
-    operands, result = problem.shapes()
-    assert all(shape[1] % 8 == 0 for shape in (*operands, result))
+    operands = problem.operands(0, 0, torch.device("cpu"))
+    aligned = [x.shape for x in operands if x.is_floating_point()] + [problem.shapes()[1]]
+    assert all(size % 8 == 0 for shape in aligned for size in shape[1:])
     assert (ranks not in (1, 2, 4, 8)) or problem.sizes == OPS[op].sizes
 
 
@@ -64,9 +70,8 @@ def test_default_sizes_are_legal_and_aligned_for_any_world(op, ranks):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_shapes_are_those_of_the_op(op, ranks):
     """The truth of drawn operands has the shape that the table says, on every rank."""
-    problem = make_problem(
-        op, ranks, "m=12,n=24,k=36" if "k" in OPS[op].sizes else "m=12,n=24", "bf16", bias="bias" in OPS[op].options
-    )
+    shape = ",".join(f"{name}={12 * (i + 1)}" for i, name in enumerate(OPS[op].sizes))
+    problem = make_problem(op, ranks, shape, "bf16", bias="bias" in OPS[op].options)
     cpu = torch.device("cpu")
     operands = [problem.operands(0, rank, cpu) for rank in range(ranks)]
     assert [tuple(x.shape) for x in operands[0]] == problem.shapes()[0]
@@ -92,7 +97,12 @@ def test_options_reach_the_op(op, option, monkeypatch, capsys):
 @pytest.mark.parametrize("op", OTHERS)
 def test_a_wrong_result_is_told_and_exits_with_1(op, monkeypatch, capsys):
     right = getattr(tileweave, op)
-    monkeypatch.setattr(tileweave, op, lambda *args, **kwargs: right(*args, **kwargs) * 1.5)
+
+    def wrong(*args, **kwargs):
+        out = right(*args, **kwargs)
+        return (out[0] * 1.5, out[1]) if isinstance(out, tuple) else out * 1.5
+
+    monkeypatch.setattr(tileweave, op, wrong)
     assert run(op) == 1
     assert "WRONG: relative error 5.0e-01" in capsys.readouterr().out
 
@@ -113,7 +123,16 @@ def test_what_tma_cannot_address_falls_back_and_says_how(op, capsys):
 
 @pytest.mark.parametrize("op", OTHERS)
 def test_empty_sizes(op):
-    assert run(op, shape="m=0,n=48") == 0
+    assert (
+        run(op, shape=f"{next(iter(OPS[op].sizes))}=0,{SMALL[op].partition(',')[2]}" if op in SMALL else "m=0,n=48")
+        == 0
+    )
+
+
+@pytest.mark.parametrize("name", ["experts", "topk"])
+def test_tokens_without_experts_are_refused(name, capsys):
+    assert run("moe_dispatch_matmul", shape=f"{name}=0") == 2
+    assert f"--shape {name} must be from 1" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

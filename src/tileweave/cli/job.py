@@ -90,10 +90,11 @@ class _Rank:
         options = dict(self.problem.of_op.fixed)
         if self.problem.deterministic:
             options["deterministic"] = True
-        self.route = tileweave.explain(self.problem.op, *self.operands[0], group, **self.options[0], **options)
-        op: Callable[..., torch.Tensor] = getattr(tileweave, self.problem.op)
+        of_op, groups = self.problem.of_op, () if self.problem.of_op.local else (group,)
+        self.route = tileweave.explain(self.problem.op, *self.operands[0], *groups, **self.options[0], **options)
+        op: Callable[..., Any] = getattr(tileweave, self.problem.op)
         for operands, own in zip(self.operands, self.options, strict=True):
-            self.outs.append(op(*operands, group, **own, **options))
+            self.outs.append(of_op.finish(op(*operands, *groups, **own, **options), group))
         return self
 
 

@@ -9,10 +9,13 @@ import torch
 
 from tileweave.ops.all_gather_matmul import reference as gathered_product
 from tileweave.ops.collectives import reference as collective
+from tileweave.ops.grouped_matmul import reference as grouped_product
 from tileweave.ops.matmul_all_reduce import reference as reduced_product
 from tileweave.ops.matmul_all_reduce import tolerance as reduced_tolerance
 from tileweave.ops.matmul_reduce_scatter import reference as scattered_product
 from tileweave.ops.matmul_reduce_scatter import tolerance
+from tileweave.ops.moe import moe_combine
+from tileweave.ops.moe import reference as summed_experts
 
 Shape = tuple[int, ...]
 Sizes = Mapping[str, int]
@@ -29,7 +32,9 @@ class Op:
     options: those of the command that the op has; fixed: arguments that it always gets; truth: what each rank should
     get, in float32, from all ranks' operands and biases; limit: the largest relative error of that, from dtype, ranks
     and whether it was to be deterministic; alone, within, between: how it is computed without a kernel, by one rank, by
-    ranks of one process, and by several processes; more: options worth trying next, each with what it shows.
+    ranks of one process, and by several processes; more: options worth trying next, each with what it shows; integers:
+    those of a rank's operands that are no random floats, by place; finish: what makes of what it returns, and the
+    group, a tensor that can be checked.
     """
 
     sizes: Sizes
@@ -44,6 +49,9 @@ class Op:
     more: tuple[tuple[str, str], ...]
     fixed: Mapping[str, Any] = field(default_factory=dict)
     own_bias: bool = False  # whether a rank has its share of the bias, instead of all of it
+    local: bool = False  # whether it takes no group
+    integers: Callable[[Sizes, torch.Generator], Mapping[int, torch.Tensor]] = lambda sizes, generator: {}
+    finish: Callable[[Any, Any], torch.Tensor] = lambda out, group: out
 
     def share(self, sizes: Sizes, ranks: int) -> dict[str, int]:
         """A rank's share of the whole problem, as `shapes` takes it."""
@@ -92,6 +100,27 @@ def _collective(
         more=(more,),
         fixed=fixed,
     )
+
+
+TOKENS = {"tokens": 384, "hidden": 128, "inner": 128, "experts": 8}
+
+
+def _ends(sizes: Sizes, generator: torch.Generator) -> dict[int, torch.Tensor]:
+    """Where the rows of each expert end, drawn at random."""
+    ends = torch.randint(0, sizes["tokens"] + 1, (sizes["experts"],), generator=generator).sort().values
+    ends[-1] = sizes["tokens"]
+    return {2: ends.int()}
+
+
+def _choices(sizes: Sizes, generator: torch.Generator) -> dict[int, torch.Tensor]:
+    """Experts of all ranks, drawn at random for each token."""
+    total = sizes["experts"] * sizes["ranks"]
+    return {1: torch.randint(0, total, (sizes["tokens"], sizes["topk"]), generator=generator)}
+
+
+def _sums_of_experts(operands: Operands, biases: list[torch.Tensor] | None) -> list[torch.Tensor]:
+    x, index, w = ([each[i] for each in operands] for i in range(3))
+    return summed_experts(x, index, [None] * len(x), torch.cat(w))
 
 
 ODD = "rows of an odd number of elements"
@@ -172,5 +201,42 @@ OPS: dict[str, Op] = {
         ("--ranks 3 --shape m=30,n=21", ODD),
         split_dim=1,
         concat_dim=0,
+    ),
+    "grouped_matmul": Op(
+        sizes=TOKENS,
+        shared={"tokens": ("each rank multiplies tokens / ranks rows", 16)},
+        shapes=lambda s: (
+            [(s["tokens"], s["hidden"]), (s["experts"], s["hidden"], s["inner"]), (s["experts"],)],
+            (s["tokens"], s["inner"]),
+        ),
+        options=(),
+        truth=lambda operands, biases: [grouped_product(*each) for each in operands],
+        limit=lambda dtype, ranks, deterministic: tolerance(dtype, 1, True),
+        alone="a torch.matmul for each expert",
+        within="a torch.matmul for each expert",
+        between="a torch.matmul for each expert",
+        more=(("--shape experts=40", "experts of few rows, and some of none"),),
+        local=True,
+        integers=_ends,
+    ),
+    "moe_dispatch_matmul": Op(
+        sizes=TOKENS | {"topk": 2},
+        shared={
+            "tokens": ("each rank holds tokens / ranks of them", 16),
+            "experts": ("each rank has experts / ranks of them", 1),
+        },
+        shapes=lambda s: (
+            [(s["tokens"], s["hidden"]), (s["tokens"], s["topk"]), (s["experts"], s["hidden"], s["inner"])],
+            (s["tokens"], s["inner"]),
+        ),
+        options=(),
+        truth=_sums_of_experts,
+        limit=lambda dtype, ranks, deterministic: 2 * tolerance(dtype, 1, True),  # rounded again on the way back
+        alone="a torch.matmul for each expert",
+        within="tokens by an all-to-all of the {} ranks, a torch.matmul for each expert",
+        between="tokens by the process group's all-to-all, a torch.matmul for each expert",
+        more=(("--shape topk=6", "tokens that several experts of a rank want travel once"),),
+        integers=_choices,
+        finish=lambda out, group: moe_combine(out[0], out[1], group),
     ),
 }

@@ -11,7 +11,10 @@ DEVICES = ("auto", "cpu", "cuda")
 LARGEST_SIZE = 2**31 - 1  # what TMA counts rows and columns with
 LARGEST_SEED = 2**32 - 1
 CALLS = 2  # the second call meets what the first left in the workspace
-MEANINGS = {"m": "ROWS", "n": "COLUMNS", "k": "DEPTH"}
+MEANINGS = {
+    "m": "ROWS", "n": "COLUMNS", "k": "DEPTH", "tokens": "TOKENS", "hidden": "DEPTH", "inner": "COLUMNS",
+    "experts": "EXPERTS", "topk": "CHOICES",
+}  # fmt: skip
 
 
 class BadUsage(ValueError):
@@ -42,8 +45,10 @@ class Problem:
     def operands(self, call: int, rank: int, device: torch.device) -> list[torch.Tensor]:
         """What `rank` hands in in call `call`; the same values wherever it is asked."""
         generator = torch.Generator().manual_seed((self.seed * CALLS + call) * self.ranks + rank)
-        drawn = [torch.randn(shape, generator=generator) for shape in self.shapes()[0]]
-        return [x.to(device, DTYPES[self.dtype]) for x in drawn]
+        drawn = [torch.randn(shape, generator=generator).to(DTYPES[self.dtype]) for shape in self.shapes()[0]]
+        for place, x in self.of_op.integers(self.of_op.share(self.sizes, self.ranks), generator).items():
+            drawn[place] = x
+        return [x.to(device) for x in drawn]
 
     def biases(self, call: int, device: torch.device) -> list[torch.Tensor] | None:
         """Each rank's bias in call `call`; None where none was asked for."""
@@ -119,4 +124,7 @@ def _parse_shape(op: str, shape: str) -> dict[str, int]:
         if len(value.lstrip("0")) > len(str(LARGEST_SIZE)) or int(value) > LARGEST_SIZE:
             raise BadUsage(f"--shape {name} must be from 0 to {LARGEST_SIZE}, got {value[:40]}")
         sizes[name] = int(value)
+    for name in ("experts", "topk"):
+        if sizes.get(name) == 0:
+            raise BadUsage(f"--shape {name} must be from 1 to {LARGEST_SIZE}, got 0")
     return sizes

@@ -74,7 +74,7 @@ def next_steps(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Commands worth running after this one, each with what it shows."""
     run = f"tileweave run {result['op']}"
     steps = []
-    if result["ranks"] == 1:
+    if result["ranks"] == 1 and not OPS[result["op"]].local:
         steps.append((f"{run} --ranks 4", "ranks that send each other their tiles"))
     known = {"--deterministic": result["deterministic"] or result["ranks"] == 1, "--bias": result["bias"]}
     more = OPS[result["op"]].more
