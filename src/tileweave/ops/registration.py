@@ -88,12 +88,17 @@ def remember(fabric: Fabric, channel: str, kinds: tuple, agreement: Any, prepare
         remembered[kinds] = agreement, prepared
 
 
-def refuse_transforms(name: str, *tensors: torch.Tensor | None) -> None:
-    """NotImplementedError where a derivative is asked for that would silently be missing."""
+def refuse_forward_mode(name: str, *tensors: torch.Tensor | None) -> None:
+    """NotImplementedError where a forward-mode derivative is asked for, which would silently be missing."""
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise NotImplementedError(f"{name} has no forward-mode derivative; its gradients are those of backward()")
+
+
+def refuse_transforms(name: str, *tensors: torch.Tensor | None) -> None:
+    """NotImplementedError where any derivative is asked for that would silently be missing."""
+    refuse_forward_mode(name, *tensors)
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise NotImplementedError(
             f"{name} has no rules for torch.func transforms; its gradients are those of backward()"

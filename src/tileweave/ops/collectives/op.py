@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.collectives.check import check, check_kinds
 from tileweave.ops.collectives.operator import OPERATORS, OPTIONS, run
 from tileweave.ops.collectives.passes import choose
-from tileweave.ops.registration import is_plain
+from tileweave.ops.registration import is_plain, refuse_forward_mode
 from tileweave.ops.route import Route
 
 
@@ -115,8 +114,8 @@ def _call(name: str, x: torch.Tensor, group: Any, *options: Any) -> torch.Tensor
 
 def _refuse_transforms(name: str, x: Any) -> None:
     """NotImplementedError where a derivative is asked for that would silently be missing."""
-    if forward_ad._current_level >= 0 and isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError(f"{name} has no forward-mode derivative; its gradients are those of backward()")
+    if isinstance(x, torch.Tensor):
+        refuse_forward_mode(name, x)
     transform = torch._C._functorch.peek_interpreter_stack()
     if transform is not None and transform.key() != torch._C._functorch.TransformType.Vmap:
         raise NotImplementedError(

@@ -10,8 +10,6 @@
 and the second, x_e^T G_e for each expert e, is torch's grouped_mm for bfloat16 on a GPU, else a matmul for each expert.
 """
 
-from functools import lru_cache
-
 import torch
 
 from tileweave.fabric import local_fabric
@@ -19,13 +17,13 @@ from tileweave.ops.contract import Like, operand_dtype
 from tileweave.ops.grouped_matmul.check import NAME, check, check_kinds, choose
 from tileweave.ops.grouped_matmul.launch import fused, unfused, unfused_outer
 from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.registration import read_plan
 from tileweave.ops.route import Route
 from tileweave.planner import Plan
 
 LIBRARY.define(f"{NAME}(Tensor x, Tensor w, Tensor offsets, str plan) -> Tensor", tags=TAGS)
 LIBRARY.define("grouped_outer(Tensor x, Tensor y, Tensor offsets) -> Tensor", tags=TAGS)
 OPERATOR, OUTER = torch.ops.tileweave.grouped_matmul.default, torch.ops.tileweave.grouped_outer.default
-_plan = lru_cache(Plan.from_json)
 
 
 def grouped_matmul(
@@ -72,7 +70,7 @@ def _run(x, w, offsets, plan):
     """The operator's implementation."""
     call = check(Like.of(x), Like.of(w), Like.of(offsets))
     fabric = local_fabric(x.device)
-    chosen = choose(fabric, call, x.device, _plan(plan) if plan else None).plan
+    chosen = choose(fabric, call, x.device, read_plan(plan)).plan
     return unfused(x, w, offsets) if chosen is None else fused(fabric, call, x, w, offsets, chosen)
 
 
