@@ -25,7 +25,7 @@ SMALL = (64, 64, 64)
         (3, 72, 72, 72, (256, 64, 64), 1),
         (4, 100, 72, 72, (128, 64, 64), 1),  # tiles of one rank and tiles of two
         (8, 5, 72, 136, SMALL, 3),
-        (2, 200, 72, 72, SMALL, 1),  # more rows than a tile
+        (2, 256, 72, 72, SMALL, 1),  # more rows than a tile, and just so many tiles as go together
     ],
 )
 def test_every_world_size_and_ragged_shapes(world, rows, n, k, tile, split, deterministic):

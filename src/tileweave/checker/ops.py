@@ -38,7 +38,9 @@ def _with(variants: Variants, **more: Any) -> Variants:
 # Small enough for a CTA to have two tiles of the default problem, and for the ring to wrap.
 _TILE, _STAGES = (128, 256, 64), 3
 _REDUCING = _plans(_TILE, _STAGES, "intra_sm", "inter_sm", "one_shot", "none")
-_GATHERING = ("inter_sm", "intra_sm", "none", "inter_sm, register", "intra_sm, register", "inter_sm, multimem")
+_GATHERING = (
+    "inter_sm", "intra_sm", "one_shot", "none", "inter_sm, register", "intra_sm, register", "inter_sm, multimem",
+)  # fmt: skip
 _ATTENDING = _plans((64, 64, 64), 3, "inter_sm")["inter_sm"]
 _VARIANTS: dict[str, Variants] = {
     "matmul_reduce_scatter": {

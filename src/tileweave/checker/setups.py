@@ -53,6 +53,7 @@ _SETUPS: dict[str, list[Setup]] = {
     "all_gather_matmul": [
         ("inter_sm", _GATHERED, 3, _plan("inter_sm", comm_sms=1)),
         ("intra_sm", _GATHERED, 3, {**_plan("intra_sm", comm_sms=1), "return_gathered": True}),
+        ("one_shot", _OWNED, 3, {**_plan("one_shot", comm_sms=1, tile=(128, 64, 64)), "return_gathered": True}),
         ("register", _GATHERED, 4, _plan("inter_sm", "register", 2, (64, 128, 64))),
         ("intra_sm register", _GATHERED, 4, _plan("intra_sm", "register", 2, (64, 128, 64))),
         ("multimem", _GATHERED, 4, _plan("inter_sm", "multimem", 2, (64, 128, 64))),

@@ -112,10 +112,10 @@ def wait(flags, index, expected):
     return True
 
 
-def wait_all(flags, first, count, expected, skip=-1):
-    """`wait` for `count` flags from index `first` on, but for flag `skip`: all have come."""
+def wait_all(flags, first, count, expected, skip=-1, step=1):
+    """`wait` for `count` flags from index `first` on, `step` apart, but for flag `skip`: all have come."""
     met = True
-    for index in range(int(first), int(first) + int(count)):
+    for index in range(int(first), int(first) + int(count) * step, step):
         if index != skip:
             met = wait(flags, index, expected) and met
     return met

@@ -396,14 +396,14 @@ def _tell_host(block):
 
 
 @jit
-def _give_up(flags, first, count, expected, skip):
+def _give_up(flags, first, count, expected, skip, step):
     """Record in every rank's block which flag does not come, unless another one has been recorded; abort all ranks."""
     first = flags.rank * 0 + first  # a tensor, also where the caller's is a number
-    missing, value = first + (first == skip).to(int32), expected
+    missing, value = first + (first == skip).to(int32) * step, expected
     for i in range(count):
-        seen = atomic_add(_word(flags, flags.rank, HEADER_WORDS + first + i), 0, sem="relaxed", scope="sys")
-        if (first + i != skip) & ((seen - expected < 0) | (seen - expected >= 0x10000)):
-            missing, value = first + i, seen
+        seen = atomic_add(_word(flags, flags.rank, HEADER_WORDS + first + i * step), 0, sem="relaxed", scope="sys")
+        if (first + i * step != skip) & ((seen - expected < 0) | (seen - expected >= 0x10000)):
+            missing, value = first + i * step, seen
     for peer in range(flags.world):
         block = _word(flags, flags.rank * 0 + peer, 0)
         if atomic_cas(block + RECORD, 0, 1, sem="relaxed", scope="sys") == 0:
@@ -416,9 +416,9 @@ def _give_up(flags, first, count, expected, skip):
 
 
 @jit
-def wait_all(flags, first, count, expected, skip=-1):
-    """Wait until `count` flags of this rank, from index `first` on, have reached `expected`: an acquire at system scope
-    by the whole partition. Flag `skip` is not waited for. Threads poll a flag each, so this takes as long as `wait`.
+def wait_all(flags, first, count, expected, skip=-1, step: constexpr = 1):
+    """Wait until `count` flags of this rank, `step` apart from index `first` on, have reached `expected`: an acquire at
+    system scope by the whole partition. Flag `skip` is not waited for. Threads poll a flag each: as fast as `wait`.
 
     Returns whether they have. When `flags.timeout_us` pass first, the first waiter records (index, expected, seen,
     rank) in every rank's block and raises every rank's abort word; from then on every wait fails at once, also one
@@ -430,15 +430,15 @@ def wait_all(flags, first, count, expected, skip=-1):
     reached = flags.rank >= 0
     for base in range(0, count, LANES):
         i = base + lane
-        needed = (i < count) & (first + i != skip)
-        flag = _word(flags, flags.rank, HEADER_WORDS + first) + where(needed, i, 0)
+        needed = (i < count) & (first + i * step != skip)
+        flag = _word(flags, flags.rank, HEADER_WORDS + first) + where(needed, i * step, 0)
         abort = _word(flags, flags.rank, ABORT)
         ok = _spin(flag, needed.to(int32), abort, expected, flags.timeout_us.to(int64) * 1000)
         # One answer for all threads: control flow of a partition must not diverge.
         reached = reached & (min(ok, 0) != 0)
     barrier()
     if not reached:
-        _give_up(flags, first, count, expected, skip)
+        _give_up(flags, first, count, expected, skip, step)
     return reached
 
 

@@ -2,13 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
+from itertools import product
 
 from tileweave.planner import plan as core
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan
-from tileweave.planner.tiling import BY_OPERAND_BYTES, Tile, Tiling, operand_bytes, overlapped, whole_tiles
+from tileweave.planner.tiling import BY_OPERAND_BYTES, GROUP_ROWS, Tile, Tiling, operand_bytes, overlapped, whole_tiles
 
-SCHEDULES = ("inter_sm", "intra_sm", "none")
+SCHEDULES = ("inter_sm", "intra_sm", "one_shot", "none")
 # And the schedules of each.
 MECHANISMS = {"tma": SCHEDULES, "register": SCHEDULES, "multimem": ("inter_sm", "none"), "copy_engine": ("inter_sm",)}
 COPYING_RANKS = 64  # that the copy engine's channel has flags for
@@ -35,9 +36,16 @@ class Problem:
     operand_bytes: int = 2
 
 
-def row_tiles(problem: Problem, tile: Tile) -> int:
-    """Output tiles one below the other: none spans the rows of two sources."""
-    return math.ceil(problem.rows / tile[0])
+def joined(problem: Problem, plan: Plan) -> bool:
+    """Whether all ranks' rows are multiplied as one matrix, once they are there."""
+    return problem.world > 1 and plan.schedule == "one_shot"
+
+
+def row_tiles(problem: Problem, plan: Plan) -> int:
+    """Output tiles one below the other: none spans the rows of two sources unless these are joined."""
+    if joined(problem, plan):
+        return math.ceil(problem.rows * problem.world / plan.tile[0])
+    return math.ceil(problem.rows / plan.tile[0]) * problem.world
 
 
 def columns_of(problem: Problem, tile: Tile) -> int:
@@ -45,9 +53,9 @@ def columns_of(problem: Problem, tile: Tile) -> int:
     return sum(math.ceil(n / tile[1]) for n in problem.ns)
 
 
-def tiles_of(problem: Problem, tile: Tile) -> int:
+def tiles_of(problem: Problem, plan: Plan) -> int:
     """Output tiles that one rank computes."""
-    return row_tiles(problem, tile) * columns_of(problem, tile) * problem.world
+    return row_tiles(problem, plan) * columns_of(problem, plan.tile)
 
 
 def computing_sms(problem: Problem, plan: Plan) -> int:
@@ -63,7 +71,9 @@ def item_tiles(plan: Plan) -> int:
 def block_tiles(problem: Problem, plan: Plan, flags: int) -> int:
     """Rows of tiles in a block, for each of which a source has one of `flags` flags. A block has four items for each
     communicator, where the shard is so large, lest counting and telling take longer than pushing."""
-    tiles, k_steps = row_tiles(problem, plan.tile), math.ceil(problem.k / plan.tile[2])
+    tiles, k_steps = math.ceil(problem.rows / plan.tile[0]), math.ceil(problem.k / plan.tile[2])
+    if joined(problem, plan):  # a flag for each source, as a tile may wait for many
+        return tiles
     return max(math.ceil(tiles / flags), min(tiles, math.ceil(4 * plan.comm_sms * item_tiles(plan) / k_steps)))
 
 
@@ -74,6 +84,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
     if plan.schedule not in MECHANISMS[plan.mechanism]:
         legal = ", ".join(map(repr, MECHANISMS[plan.mechanism]))
         return f"plan.schedule={plan.schedule!r}: all_gather_matmul has {legal} with {plan.mechanism!r}"
+    if joined(problem, plan) and problem.operand_bytes == 1:
+        return "plan.schedule='one_shot': rows of 8-bit operands have scales, which stay apart; 'inter_sm' would do"
     most = problem.sms if plan.schedule == "none" else problem.sms - 1
     if problem.world == 1:
         if plan.comm_sms != 0:
@@ -92,7 +104,7 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
     """The matmul of one rank with as many tiles, on the SMs that multiply."""
-    m = row_tiles(problem, plan.tile) * problem.world * plan.tile[0]
+    m = row_tiles(problem, plan) * plan.tile[0]
     n = columns_of(problem, plan.tile) * plan.tile[1]
     return core.Problem(m, n, problem.k, 1, 2, computing_sms(problem, plan), linked=False)
 
@@ -100,13 +112,19 @@ def _alone(problem: Problem, plan: Plan) -> core.Problem:
 def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
     """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles.
 
-    In the schedule "none" communication and computation follow one another.
+    In the schedules "none" and "one_shot" communication and computation follow one another. Unless rows are joined, a
+    source's tiles read all of b again where a wave has more than it has rows of tiles. Measured between two H200s at
+    N = 28672, K = 8192: 126 us with 32 rows each, 136 with 128, of which the matmul alone takes 63 and 93.
     """
-    sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan.tile)
+    sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
     compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     exchange = tiling.exchange_us(tiles, plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
-    moved = operand_bytes(m, n, problem.k, plan.tile, sms, hardware) * problem.operand_bytes / 2 + 2 * m * n
+    moved = operand_bytes(m, n, problem.k, plan.tile, sms, hardware)
+    if not joined(problem, plan) and problem.rows < GROUP_ROWS * plan.tile[0]:
+        each = operand_bytes(problem.rows, n, problem.k, plan.tile, sms, hardware)
+        moved = max(moved, problem.world * each)
+    moved = moved * problem.operand_bytes / 2 + 2 * m * n
     memory = hardware.launch_us + moved / (hardware.memory_gbs * min(sms, tiles) / hardware.sms * 1e3)
     if problem.world == 1:
         return overlapped(compute, memory) + exchange
@@ -114,23 +132,25 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     sent = problem.operand_bytes * problem.rows * problem.k * (problem.world - 1)
     send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
     multiply = overlapped(compute, memory) + exchange
-    return (multiply + send if plan.schedule == "none" else overlapped(multiply, send)) + hardware.sync_us
+    return (multiply + send if plan.schedule in ("none", "one_shot") else overlapped(multiply, send)) + hardware.sync_us
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans of the default schedule that can run `problem`, each with its predicted microseconds, the fastest
-    first; of equals, the one with the fewest communicators."""
-    schedule = "inter_sm" if problem.sms > 1 or problem.world == 1 else "none"
+    """All plans that can run `problem` of the default schedule, and of one shot where rows are few, each with its
+    predicted microseconds, the fastest first; of equals, the one with the fewest communicators."""
+    schedules = ("inter_sm", "one_shot") if problem.world > 1 else ("inter_sm",)
+    if problem.sms == 1 and problem.world > 1:
+        schedules = ("none",)
     found = []
-    for comm_sms in COMM_SMS if problem.world > 1 else (0,):
-        for tiling in BY_OPERAND_BYTES[problem.operand_bytes]:
-            for split in SPLITS:
-                tile = tiling.tile
-                plan = Plan("tma", schedule, tile, tiling.stages, split, comm_sms)
-                tiles, sms = tiles_of(problem, tile), computing_sms(problem, plan)
-                idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
-                if not idle and not unsupported(problem, plan, hardware):
-                    found.append((predict_us(problem, plan, tiling, hardware), plan))
+    for comm_sms, schedule, tiling, split in product(
+        COMM_SMS if problem.world > 1 else (0,), schedules, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
+    ):
+        plan = Plan("tma", schedule, tiling.tile, tiling.stages, split, comm_sms)
+        tiles, sms = tiles_of(problem, plan), computing_sms(problem, plan)
+        idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
+        many = schedule == "one_shot" and problem.rows >= GROUP_ROWS * tiling.tile[0]
+        if not idle and not many and not unsupported(problem, plan, hardware):
+            found.append((predict_us(problem, plan, tiling, hardware), plan))
     return sorted(found, key=lambda each: each[0])
 
 
@@ -146,7 +166,9 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
             "a gathered tile is read by a whole row of tiles, so SMs that only communicate fetch it once "
             f"(inter-SM, TMA push by {plan.comm_sms} of {problem.sms} SMs)"
         )
-    tiles = tiles_of(problem, plan.tile)
+    if joined(problem, plan):
+        way += "; a rank has few rows, so those of all are multiplied as one matrix (one shot)"
+    tiles = tiles_of(problem, plan)
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"
     last = f", those of the last wave shared by {plan.split} each," if plan.split > 1 else ""
     on = computing_sms(problem, plan)

@@ -266,7 +266,7 @@ WRONG = [
     (dict(max_sms=2.0), TypeError, "max_sms must be an int or None, got float"),
     (dict(plan="fast"), TypeError, "Plan"),
     (dict(plan=plan(mechanism="smoke")), ValueError, "'tma', 'register', 'multimem', 'copy_engine'"),
-    (dict(plan=plan(schedule="sideways")), ValueError, "'inter_sm', 'intra_sm', 'none'"),
+    (dict(plan=plan(schedule="sideways")), ValueError, "'inter_sm', 'intra_sm', 'one_shot', 'none'"),
     (dict(plan=plan(comm_sms=0)), ValueError, "plan.comm_sms=0: the inter_sm schedule has 1 to 3 with 4 SMs"),
     (dict(plan=plan(comm_sms=4)), ValueError, "plan.comm_sms=4: the inter_sm schedule has 1 to 3 with 4 SMs"),
     (dict(plan=plan(schedule="none", comm_sms=5)), ValueError, "plan.comm_sms=5: the none schedule has 1 to 4"),

@@ -54,6 +54,30 @@ def test_ways_to_gather_and_communicators(way, comm_sms):
             assert_right(outs, a, b, bias, **kw)
 
 
+@pytest.mark.parametrize("mechanism", ["tma", "register"])
+@pytest.mark.parametrize(
+    "world, rows, ns, k, tile, split",
+    [
+        (2, 1, [8192], 4096, (64, 64, 64), 1),
+        (2, 32, [4096, 136], 8192, (64, 128, 64), 2),
+        (3, 24, [328], 200, (64, 64, 64), 1),
+        (4, 40, [1032, 64, 8], 520, (128, 128, 64), 1),
+        (8, 5, [776], 264, (128, 256, 64), 1),
+        (8, 100, [72], 1032, (256, 64, 64), 1),
+    ],
+)
+def test_one_shot_of_few_rows(world, rows, ns, k, tile, split, mechanism):
+    chosen = plan(schedule="one_shot", mechanism=mechanism, tile=tile, stages=4, split=split, comm_sms=2)
+    for dtype in (torch.bfloat16, torch.float16):
+        calls = []
+        for i in range(4):
+            made = operands(world, rows, ns, k, seed=i, dtype=dtype, device="cuda")
+            calls.append((*made, dict(return_gathered=i > 1)))
+        with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+            for outs, (a, b, bias, kw) in zip(run_calls(w, calls, plan=chosen), calls, strict=True):
+                assert_right(outs, a, b, bias, **kw)
+
+
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda each: f"{each.tile}, {each.stages}")
 def test_tilings(tiling, split):

@@ -44,7 +44,7 @@ COPY_ENGINE = {
     "words of the next call": (KERNEL, [("gl.store(state + OWN_WORDS + WORLD + i, epoch)", "gl.store(state + OWN_WORDS + WORLD + i, epoch + 1)")], "RDW"),
     "a word left out": (KERNEL, [("for i in gl.static_range(PER):", "for i in gl.static_range(1):")], "D"),
     "no proxy fence after the flag": (KERNEL, [("        gl.fence_proxy_async()\n", "")], "R"),
-    "two places although there is one": (KERNEL, [("return (epoch & (work.SLOTS - 1)) * work.flags.world + source", "return (epoch & 1) * work.flags.world + source")], "RWP"),
+    "two places although there is one": (KERNEL, [("return (epoch & (work.SLOTS - 1)) * work.slot_places + source", "return (epoch & 1) * work.flags.world + source")], "RWP"),
     # harmless
     "waits twice": (KERNEL, [(ENTERS, ENTERS + ENTERS)], None),
     "tells twice": (KERNEL, [(BACK, BACK + BACK)], None),

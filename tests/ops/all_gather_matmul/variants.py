@@ -28,5 +28,12 @@ VARIANTS = {
     "tile (128, 128, 64), 6 stages": dict(FULL, tile=(128, 128, 64), stages=6),
     "tile (128, 64, 64), 8 stages": dict(FULL, tile=(128, 64, 64), stages=8, b_t=False),
     "tile (64, 256, 64), 5 stages": dict(FULL, tile=(64, 256, 64), stages=5, b_t=False),
+    "one shot": dict(rows=16, schedule="one_shot", tile=(64, 128, 64), stages=8),
+    "one shot, three b, gathered, tiles shared, eight ranks": dict(
+        FULL, rows=24, world=8, schedule="one_shot", tile=(128, 128, 64), stages=6, split=2, comm_sms=16
+    ),
+    "one shot, by registers, fp16": dict(
+        rows=140, schedule="one_shot", mechanism="register", dtype="float16", tile=(128, 256, 64), b_t=False, bias=False
+    ),
     "tile (64, 64, 64), 10 stages": dict(FULL, tile=(64, 64, 64), stages=10, split=2, rows=100),
 }

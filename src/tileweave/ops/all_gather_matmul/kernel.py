@@ -6,6 +6,9 @@ each rank sends to one and receives from one. B is up to three matrices side by 
 whole columns of tiles, and a result of its own (`Column`). GATHERED: loaders store the A tiles that they pass, each tile of
 the result a share of its row's, into an ordinary tensor. SCALED: 8-bit operands, whose scales go along with the rows.
 
+JOINED (one shot), for few rows: all ranks' rows, this rank's too, lie one behind the other in a slot, and are multiplied as
+one matrix, whose tiles have rows of several ranks and wait for all of these.
+
 Communicator CTAs push, by TMA or (BY_REGISTERS) by loads and stores of 16 bytes, (MULTIMEM) of which one reaches all
 ranks; or the copy engine does (below).
 DIRECT (intra-SM, for comparison): communicators copy the shard into their own rank's slot, and loaders read peers' slots.
@@ -16,7 +19,7 @@ and of the communicator:
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
-| flags[d][r * PER + i] = epoch | rank r, the last communicator that sent d of its i-th block | rank d's loaders, before a tile of these rows | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
+| flags[d][r * PER + i] = epoch | rank r, the last communicator that sent d (JOINED: maybe itself) its i-th block | rank d's loaders, before a tile of these rows | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
 | slot e % 2 of rank d | peers in call e (TMA or register stores; MULTIMEM: through another address, hence an alias fence behind the wait); DIRECT: d itself | d's loaders after flags; DIRECT: peers' loaders | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
 | scales in slot e % 2 of rank d | as the rows of their block, by the communicator that tells of it | d's multipliers, for whom its loader has waited | flags; then ring.ready | as the rows |
 | ring, a use whose A tile goes to `gathered` | loader's TMA load | multipliers, and the loader before it stores | mbarrier, CTA | store_read_wait before the loader goes on |
@@ -40,6 +43,7 @@ copies run beside it: to r-1 first, block by block, behind each the word or word
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.columns import Column, col_tiles, column, load_b, store
 from tileweave.tiles.communicator import copy_blocks, finish_all, operand_buf, place_buf, send_blocks
 from tileweave.tiles.matmul import (
     EPOCH,
@@ -56,24 +60,6 @@ from tileweave.tiles.matmul import (
 )
 
 REFRESH = gl.constexpr(1 << 20)
-
-
-@gl.aggregate
-class Column:
-    """One matrix B: [k, n] or its transpose, the result [world, rows, n] that it leads to, and of its columns biases [n]
-    and a scale, or scales [n]. It has the columns from `first` to `end` of all, which are padded to whole tiles."""
-
-    b: gl.tensor_descriptor
-    out: gl.tensor_descriptor
-    bias: gl.tensor
-    scale: gl.tensor
-    first: gl.tensor
-    end: gl.tensor
-    n: gl.tensor
-
-    @gl.constexpr_function
-    def __init__(self, b, out, bias, scale, first, end, n):
-        self.b, self.out, self.bias, self.scale, self.first, self.end, self.n = b, out, bias, scale, first, end, n
 
 
 @gl.aggregate
@@ -106,7 +92,9 @@ class Work:
     flags: gl.Flags
     a: gl.tensor_descriptor  # [rows, k], this rank's rows
     slots: gl.tensor_descriptor  # [world, slot x source, rows, k in whole steps], any rank's, as 16-bit words
-    gathered: gl.tensor_descriptor  # [world, rows, k]
+    gathered: gl.tensor_descriptor  # [world, rows, k]; JOINED: [1, world * rows, k], as are the results
+    joined: gl.tensor_descriptor  # JOINED: [world, slot, world * rows, k in whole steps], the slots once more,
+    slot_places: gl.tensor  # how many places the second slot is from the first
     at: Pointers
     epoch: gl.tensor  # read where multipliers need it: SCALED
     c0: Column
@@ -119,6 +107,7 @@ class Work:
     COLUMNS: gl.constexpr
     HAS_BIAS: gl.constexpr
     SCALED: gl.constexpr
+    RECEIVERS: gl.constexpr  # ranks that are sent this rank's rows
     BY_COLUMN: gl.constexpr  # a scale for each column of B
     GATHERED: gl.constexpr
     DIRECT: gl.constexpr
@@ -131,10 +120,11 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, a, slots, gathered, at, epoch, c0, c1, c2, rows, blocks, block_tiles, share,
-        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
+        self, matmul, flags, a, slots, gathered, joined, slot_places, at, epoch, c0, c1, c2, rows, blocks, block_tiles,
+        share, COLUMNS, HAS_BIAS, SCALED, RECEIVERS, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags, self.a, self.slots, self.gathered = matmul, flags, a, slots, gathered
+        self.joined, self.slot_places, self.RECEIVERS = joined, slot_places, gl.constexpr(RECEIVERS)
         self.at, self.epoch, self.SLOTS = at, epoch, gl.constexpr(SLOTS)
         self.SCALED, self.BY_COLUMN = gl.constexpr(SCALED), gl.constexpr(BY_COLUMN)
         self.BY_REGISTERS, self.MULTIMEM = gl.constexpr(BY_REGISTERS), gl.constexpr(MULTIMEM)
@@ -155,12 +145,6 @@ def row_tiles(work):
 
 
 @gl.jit
-def col_tiles(work):
-    """Tiles side by side, of all matrices."""
-    return work.c2.end // work.matmul.BN
-
-
-@gl.jit
 def locate(work, t):
     """The t-th tile: whose rows it has, its row in these, its column; own rows come first, unless there are few."""
     per = row_tiles(work) * col_tiles(work)
@@ -170,24 +154,6 @@ def locate(work, t):
     else:
         i, j = grouped_order(t % per, row_tiles(work), col_tiles(work), work.GROUP)
     return (work.flags.rank + owner) % work.flags.world, i * work.matmul.BM, i * work.matmul.BM, j * work.matmul.BN
-
-
-@gl.jit
-def load_column(work, c, at, bar, col, k):
-    """Loader: a tile of B, if it is this matrix's."""
-    if (col >= c.first) & (col < c.end):
-        where = [col - c.first, k] if work.matmul.B_T else [k, col - c.first]
-        gl.tma_load(c.b, where, bar, work.matmul.b_bufs.index(at.slot))
-
-
-@gl.jit
-def load_b(work, at, bar, col, k):
-    """Loader: a tile of B."""
-    load_column(work, work.c0, at, bar, col, k)
-    if work.COLUMNS > 1:
-        load_column(work, work.c1, at, bar, col, k)
-    if work.COLUMNS > 2:
-        load_column(work, work.c2, at, bar, col, k)
 
 
 @gl.jit
@@ -231,30 +197,13 @@ def epilogue(work, part, at, HALF: gl.constexpr, owner, row, col, LAYOUT: gl.con
     return part, at
 
 
-@gl.jit
-def store_column(c, owner, row, col, buf):
-    """Storer: one part, if it is this matrix's."""
-    if (col >= c.first) & (col < c.end):
-        gl.tma_store(c.out, [owner, row, col - c.first], buf)
-
-
-@gl.jit
-def store(work, owner, row, col, buf, epoch, met):
-    """Storer: one part to its result."""
-    store_column(work.c0, owner, row, col, buf)
-    if work.COLUMNS > 1:
-        store_column(work.c1, owner, row, col, buf)
-    if work.COLUMNS > 2:
-        store_column(work.c2, owner, row, col, buf)
-
-
 # ---------------------------------------------------------------- what the all-gather adds
 
 
 @gl.jit
 def place(work, source, epoch):
     """Which place of a rank has the rows of a source in this call."""
-    return (epoch & (work.SLOTS - 1)) * work.flags.world + source
+    return (epoch & (work.SLOTS - 1)) * work.slot_places + source
 
 
 @gl.jit
@@ -287,11 +236,45 @@ def load(work, at, bar, owner, row, col, step, epoch, there):
         where = [place(work, owner, epoch), gl.where(there, row, work.rows), step * work.slots.block_shape[3]]
         source = owner if work.DIRECT else flags.rank
         gl.load_async(work.slots, source, where, operand_buf(mm, at, work.slots), bar)
+    keep(work, at, owner, row, col, step)
+
+
+@gl.jit
+def keep(work, at, owner, row, col, step):
+    """Loader, GATHERED: store a tile of A that it passes, if it is this column's to store."""
+    mm = work.matmul
     if work.GATHERED:
         if step % col_tiles(work) == col // mm.BN:
             mm.ring.consumer_wait(at)
-            gl.tma_store(work.gathered, [owner, row, k], operand_buf(mm, at, work.gathered))
+            gl.tma_store(work.gathered, [owner, row, step * mm.BK], operand_buf(mm, at, work.gathered))
             gl.store_read_wait(0)
+
+
+@gl.jit
+def locate_joined(work, t):
+    """JOINED: the t-th tile of all rows, which the results have as one."""
+    mm, rows = work.matmul, work.rows * work.flags.world
+    i, j = grouped_order(t % mm.tiles, gl.cdiv(rows, mm.BM), col_tiles(work), work.GROUP)
+    return gl.to_tensor(0), i * mm.BM, i * mm.BM, j * mm.BN
+
+
+@gl.jit
+def before_load_joined(work, owner, row, epoch):
+    """Loader, JOINED: wait for all ranks that have rows of the tile; False after a timeout."""
+    first = row // work.rows
+    last = (gl.minimum(row + work.matmul.BM, work.rows * work.flags.world) - 1) // work.rows
+    there = gl.wait_all(work.flags, first * work.PER, last - first + 1, epoch, step=work.PER)
+    gl.fence_proxy_async()
+    return there
+
+
+@gl.jit
+def load_joined(work, at, bar, owner, row, col, step, epoch, there):
+    """Loader, JOINED: a K step, A from the slot."""
+    load_b(work, at, bar, col, step * work.matmul.BK)
+    where = [epoch & 1, gl.where(there, row, work.rows * work.flags.world), step * work.joined.block_shape[3]]
+    gl.load_async(work.joined, work.flags.rank, where, operand_buf(work.matmul, at, work.joined), bar)
+    keep(work, at, owner, row, col, step)
 
 
 @gl.jit
@@ -303,7 +286,7 @@ def tile_of(work, block, t):
 
 @gl.jit
 def receiver(work, block):
-    """Whom a block goes to: the rank before this one first."""
+    """Whom a block goes to: the rank before this one first, JOINED: this one last."""
     distance = 0 if work.DIRECT else 1 + block // work.blocks
     return (work.flags.rank - distance + work.flags.world) % work.flags.world
 
@@ -389,7 +372,7 @@ def tell(work, block, epoch):
 def communicate(work):
     """Communicator: all blocks to one receiver after the other."""
     epoch = this_epoch(work.matmul)
-    blocks = work.blocks * (1 if work.DIRECT or work.MULTIMEM else work.flags.world - 1)
+    blocks = work.blocks * (1 if work.DIRECT or work.MULTIMEM else work.RECEIVERS)
     if work.MULTIMEM:
         copy_blocks(work, blocks, work.share, epoch, broadcast_tile, tell)
     elif work.BY_REGISTERS:
@@ -427,31 +410,34 @@ def await_places_kernel(rank, flags_ptr, flags_stride, state, timeout_us, WORLD:
         gl.store(state + OWN_WORDS + WORLD + i, epoch)
 
 
-@gl.jit
-def column(b, out, bias, scale, first, n, BN: gl.constexpr):
-    """The matrix whose columns begin at `first`."""
-    return Column(b, out, bias, scale, first, first + gl.cdiv(n, BN) * BN, n)
-
-
 @gl.jit(do_not_specialize=[
-    "rank", "a_lines", "step_a", "everywhere", "rank_lines", "place_lines", "n0", "n1", "n2",
+    "rank", "a_lines", "step_a", "everywhere", "rank_lines", "place_lines", "slot_places", "n0", "n1", "n2",
     "flags_stride", "timeout_us", "rows", "k", "whole", "split", "blocks", "block_tiles", "share",
 ])  # fmt: skip
 def all_gather_matmul_kernel(
     rank, a_desc, slots_desc, gathered_desc, a, scale_a, step_a, b0, b1, b2, out0, out1, out2, bias0, bias1, bias2,
     scale0, scale1, scale2, scratch, a_lines, places, scales, everywhere, rank_lines,
-    place_lines, flags_ptr, flags_stride, state, timeout_us, n0, n1, n2, rows, k, whole, split, blocks, block_tiles, share,
+    place_lines, joined_desc, slot_places, flags_ptr, flags_stride, state, timeout_us, n0, n1, n2, rows, k, whole, split, blocks, block_tiles, share,
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
     SHARED: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, COLUMNS: gl.constexpr, HAS_BIAS: gl.constexpr,
     SCALED: gl.constexpr, BY_COLUMN: gl.constexpr, GATHERED: gl.constexpr, DIRECT: gl.constexpr, BY_REGISTERS: gl.constexpr, MULTIMEM: gl.constexpr,
     LAST: gl.constexpr, SLOTS: gl.constexpr, PER: gl.constexpr, COMM_SMS: gl.constexpr,
 ):  # fmt: skip
-    """out_i [WORLD, rows, n_i] = all ranks' a [rows, k] @ this rank's b_i [k, n_i]. Grid: co-resident CTAs, one per SM."""
+    """out_i [WORLD, rows, n_i] = all ranks' a [rows, k] @ this rank's b_i [k, n_i]. Grid: co-resident CTAs, one per SM.
+
+    Unless JOINED, joined_desc and slot_places are None.
+    """
+    JOINED: gl.constexpr = joined_desc is not None
+    RECEIVERS: gl.constexpr = WORLD if JOINED else WORLD - 1
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     c0 = column(b0, out0, bias0, scale0, gl.to_tensor(0), n0, BN)
     c1 = column(b1, out1, bias1, scale1, c0.end, n1, BN)
     c2 = column(b2, out2, bias2, scale2, c1.end, n2, BN)
     tiles = gl.cdiv(rows, BM) * (c2.end // BN) * WORLD
+    if JOINED:
+        tiles = gl.cdiv(rows * WORLD, BM) * (c2.end // BN)
+    else:
+        joined_desc, slot_places = slots_desc, gl.to_tensor(WORLD)
     mm = make_matmul(
         a_desc, b0, out0, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
         False, B_T, COMM_SMS,
@@ -462,11 +448,14 @@ def all_gather_matmul_kernel(
     gl.grid_dependency_wait()
     epoch = this_epoch(mm) if SCALED else rows
     work = Work(
-        mm, flags, a_desc, slots_desc, gathered_desc, at, epoch, c0, c1, c2, rows, blocks, block_tiles, share,
-        COLUMNS, HAS_BIAS, SCALED, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
+        mm, flags, a_desc, slots_desc, gathered_desc, joined_desc, slot_places, at, epoch, c0, c1, c2, rows, blocks,
+        block_tiles, share, COLUMNS, HAS_BIAS, SCALED, RECEIVERS, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
     )  # fmt: skip
     COMMUNICATE: gl.constexpr = communicate if COMM_SMS > 0 else no_communicator
     PUBLISH: gl.constexpr = give_back if SLOTS == 1 else nobody_to_tell
+    LOCATE: gl.constexpr = locate_joined if JOINED else locate
+    BEFORE_LOAD: gl.constexpr = before_load_joined if JOINED else before_load
+    LOAD: gl.constexpr = load_joined if JOINED else load
     run_matmul(
-        work, locate, before_load, load, nobody_to_meet, nothing_more, epilogue, store, PUBLISH, COMMUNICATE, 64
+        work, LOCATE, BEFORE_LOAD, LOAD, nobody_to_meet, nothing_more, epilogue, store, PUBLISH, COMMUNICATE, 64
     )  # fmt: skip

@@ -23,7 +23,7 @@ from tileweave.ops.all_gather_matmul.places import (
 from tileweave.ops.contract import Site
 from tileweave.ops.descriptors import ALIGN, Box, as_operand, by_rows, in_one_piece, is_addressable, slots_box
 from tileweave.planner import Plan
-from tileweave.planner.all_gather_matmul import block_tiles, computing_sms, item_tiles, tiles_of
+from tileweave.planner.all_gather_matmul import block_tiles, computing_sms, item_tiles, joined, tiles_of
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows, whole_tiles
 
 Tensors = Sequence[torch.Tensor]
@@ -133,9 +133,9 @@ class Prepared:
         """The kernel's arguments that say where the peers' rows lie."""
         if isinstance(self.slots, Box):
             words = as_words(a)
-            return self.slots.at(words), words, scale_a, 0, 0, 0
+            return self.slots.at(words), words, scale_a, 0, 0, 0, None, None
         places = self.slots
-        return places.descriptor, places.rows, places.scales, places.everywhere, *places.lines
+        return places.descriptor, places.rows, places.scales, places.everywhere, *places.lines, *places.joined
 
     def _copies(self, fabric: Fabric, a: torch.Tensor, scale_a: torch.Tensor | None):
         """What the copy engine copies beside the kernel. Launches what goes ahead of that."""
@@ -215,10 +215,12 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, plan: Plan)
     rows_of_b = [by_rows(x) for x in b if x.numel()]
     b_t = rows_of_b[0][1]
     part = (part_rows(plan.tile), PART_BYTES // call.out_dtype.itemsize)
-    results = [a.new_empty(world, call.rows, n, dtype=call.out_dtype) for n in ns]
+    as_one = joined(problem_of(Site.of(fabric), call), plan)
+    shape = (1, m) if as_one else (world, call.rows)
+    results = [a.new_empty(*shape, n, dtype=call.out_dtype) for n in ns]
     slots: Places | Box
     if world > 1:
-        channel, slots = places_of(fabric, call, plan)
+        channel, slots = places_of(fabric, call, plan, as_one)
     else:
         channel, slots = (
             fabric.channel(NAME, 0, 0),
@@ -233,7 +235,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, plan: Plan)
         Box(a, (bm, bk)),
         [Box(x, (bn, bk) if b_t else (bk, bn)) for x, _ in rows_of_b],
         [Box(x, (1, *part)) for x in results],
-        (Box(a.new_empty(world, call.rows, call.k), (1, bm, bk)), call.k) if call.return_gathered else None,
+        (Box(a.new_empty(*shape, call.k), (1, bm, bk)), call.k) if call.return_gathered else None,
         slots,
         copied,
         scratch,
@@ -251,7 +253,7 @@ def steps_of(
     by_copies = isinstance(slots, Places) and plan.mechanism == COPY_ENGINE
     by_multicast = world > 1 and plan.mechanism == MULTIMEM
     per = flags_each(world, plan) if world > 1 else 1
-    tiles, sms = tiles_of(problem, plan.tile), computing_sms(problem, plan)
+    tiles, sms = tiles_of(problem, plan), computing_sms(problem, plan)
     k_steps = math.ceil(call.k / bk)
     height, copied = block_tiles(problem, plan, per) if world > 1 else 1, None
     if isinstance(slots, Places) and by_copies:

@@ -39,12 +39,14 @@ def all_gather_matmul(
         bias: `[N_local]`, dtype of the result, this rank's; for a list of b a list as long.
         return_gathered: also return the gathered rows.
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "inter_sm", `comm_sms` SMs
-            push this rank's rows to the peers while the others multiply; "intra_sm", they copy them where peers can
-            read, and the peers' multiplying SMs load them from there; "none", first the gather, then the matmul.
-            Mechanisms: "tma"; "register", loads and stores of 16 bytes; "multimem", stores that reach all ranks, where
-            the fabric has multicast (not "intra_sm"); and with "inter_sm" "copy_engine", which takes no SMs between
-            GPUs, so that comm_sms may be 0, for up to 64 ranks and rows in one piece, K in whole steps of the tile
-            (copied otherwise). On virtual ranks copies run on SMs, of which each rank leaves comm_sms, one at least.
+            push this rank's rows to the peers while the others multiply; "one_shot", they push them to all ranks, and
+            the rows of all are multiplied as one matrix, which the planner takes where ranks have few (not for float8);
+            "intra_sm", they copy them where peers can read, and the peers' multiplying SMs load them from there;
+            "none", first the gather, then the matmul. Mechanisms: "tma"; "register", loads and stores of 16 bytes;
+            "multimem", stores that reach all ranks, where the fabric has multicast ("inter_sm" and "none"); and with
+            "inter_sm" "copy_engine", which takes no SMs between GPUs, so that comm_sms may be 0, for up to 64 ranks
+            and rows in one piece, K in whole steps of the tile (copied otherwise). On virtual ranks copies run on SMs,
+            of which each rank leaves comm_sms, one at least.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks; None: all that this rank has.
         regather: what a backward pass needs of the gathered rows, for the gradients of `b`. False: the forward pass
             keeps them, M x K elements; True: it keeps `a`, and the backward pass gathers once more.

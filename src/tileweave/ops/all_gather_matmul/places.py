@@ -51,7 +51,8 @@ class Places:
 
     descriptor: [world, slot x source, rows, k in whole steps] for TMA, as 16-bit words; rows, scales: the same as
     tensors, of scales [world, slot x source, rows]; everywhere: of all ranks at once, for a kernel, or 0; lines:
-    distances of ranks and places, in 16 bytes.
+    distances of ranks and places, in 16 bytes; joined: where sources lie one behind the other, for TMA [world, slot,
+    world x rows, k in whole steps], and the distance of the two slots in places.
     """
 
     descriptor: object
@@ -59,14 +60,34 @@ class Places:
     scales: torch.Tensor
     everywhere: Any
     lines: tuple[int, int]
+    joined: tuple[object, int] | tuple[None, None] = (None, None)
 
 
-def places_of(fabric: Fabric, call: Call, plan: Plan) -> tuple[Channel, Places]:
-    """The channel of a call, and the places in it. Collective where it must grow.
+def joined_places(fabric: Fabric, call: Call, plan: Plan) -> tuple[Channel, Places]:
+    """`places_of` a call whose sources lie one behind the other, without scales. The second slot begins in the other
+    half of the arena, a whole number of places from the first, so a half has room for one place more than it holds."""
+    world, (bm, _, bk) = fabric.world_size, plan.tile
+    words = math.ceil(call.k / bk) * bk
+    step = call.rows * words
+    nbytes = 2 * (world + 1) * step + world * ALIGN  # and for what other calls' slots lie short of the half
+    channel = fabric.channel(NAME, 0, nbytes)
+    elements = channel.staging.view(call.dtype)
+    distance, between = elements.stride(0), math.ceil(elements.shape[1] // 2 / step)
+    rows = elements.as_strided((world, between + world, call.rows, words), (distance, step, words, 1))
+    whole = elements.as_strided((world, 2, world * call.rows, words), (distance, between * step, words, 1))
+    descriptor, of_all = slots_box(rows, (bm, bk)).at(rows), slots_box(whole, (bm, bk)).at(whole)
+    lines = 2 * distance // ALIGN, 2 * step // ALIGN
+    return channel, Places(descriptor, rows, rows, 0, lines, (of_all, between))
+
+
+def places_of(fabric: Fabric, call: Call, plan: Plan, joined: bool) -> tuple[Channel, Places]:
+    """The channel of a call, and the places in it, `joined` or each on its own. Collective where it must grow.
 
     Where a place lies depends on the arena, not on the shape alone: call e + 1, perhaps of another shape, writes in
     the other half of it.
     """
+    if joined:
+        return joined_places(fabric, call, plan)
     world, (bm, _, bk) = fabric.world_size, plan.tile
     slots = 1 if plan.mechanism == COPY_ENGINE else 2
     wide = torch.bfloat16 if call.dtype.itemsize == 1 else call.dtype
