@@ -117,7 +117,7 @@ def processes_body(rank):
                 more = dict(placement=placement) if name == "ring_attention" else {}
                 where = more.get("placement", "contiguous")
                 for dtype in (torch.float64, torch.bfloat16):
-                    tensors = whole(2, 6, 3 if world == 3 else 1, 8 * world, 16, dtype=dtype, seed=world)
+                    tensors = whole(2, 12, 6 if world == 3 else 1, 8 * world, 16, dtype=dtype, seed=world)
                     q, k, v, weights = (shards(x, world, placement=where)[mine] for x in tensors)
                     inputs = [x.requires_grad_() for x in (q, k, v)]
                     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
@@ -128,6 +128,25 @@ def processes_body(rank):
                         for x, y in zip(got, true, strict=True):
                             error = relative_error(x, shards(y, world, placement=where)[mine])
                             assert error < (1e-12 if dtype == torch.float64 else 8e-3), (name, placement, error)
+
+
+def packed_body(rank):
+    """Packed sequences, of which the processes have parts."""
+    tensors = whole(1, 12, 6, 8 * WORLD, 16, dtype=torch.float64)
+    for ends in ([0, 5, 5, 20, 24], [0, 24]):
+        for name, op in OPS.items():
+            where = dict(placement="zigzag") if name == "ring_attention" else {}
+            options = dict(causal=True, cu_seqlens=torch.tensor(ends).int())
+            q, k, v, weights = (shards(x, WORLD, **where)[rank] for x in tensors)
+            inputs = [x.requires_grad_() for x in (q, k, v)]
+            out = op(*inputs, **options, **where)
+            got = [out.detach(), *torch.autograd.grad((out * weights).sum(), inputs)]
+            for x, y in zip(got, truth(tensors, grads=True, **options), strict=True):
+                assert relative_error(x, shards(y, WORLD, **where)[rank]) < 1e-12
+
+
+def test_packed_sequences_between_processes(tmp_path):
+    start(tmp_path, packed_body)
 
 
 def test_the_fallback_between_processes(tmp_path):

@@ -2,7 +2,7 @@
 
 `Ring`: blocks travel from rank to rank by torch.distributed while the current one is in use; at most two are held
 beyond the own one. `Gather`: tileweave's own all-gather and reduce-scatter, for ranks without a process group that can
-send. Both have the same two methods, and all ranks use them equally often and in the same order.
+send. Both have the same two methods, and all ranks use them equally often and in the same order. `Move` is for heads.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,43 @@ BLOCKS, GRADIENTS = 0, 1  # tags of messages
 
 def traveller(fabric: Fabric) -> "Ring | Gather":
     """What carries blocks between the ranks of a fabric."""
-    if isinstance(fabric, DistributedFabric) and fabric.group is not None:
-        group = fabric.group
-        if fabric.device.type == "cpu" or "cuda:nccl" in str(dist.get_backend_config(group)):
-            return Ring(fabric, group)
-    return Gather(fabric)
+    group = _sending(fabric)
+    return Gather(fabric) if group is None else Ring(fabric, group)
+
+
+def mover(fabric: Fabric) -> "Move":
+    """What carries heads between the ranks of a fabric."""
+    return Move(fabric, _sending(fabric))
+
+
+def _sending(fabric: Fabric) -> dist.ProcessGroup | None:
+    """The process group of a fabric, if it can send from its device."""
+    group = fabric.group if isinstance(fabric, DistributedFabric) else None
+    sends = group is not None and (fabric.device.type == "cpu" or "cuda:nccl" in str(dist.get_backend_config(group)))
+    return group if sends else None
+
+
+class Move:
+    """All-to-alls: by the process group, which `overlaps` them with what follows, else by tileweave's own."""
+
+    def __init__(self, fabric: Fabric, group: dist.ProcessGroup | None):
+        self.fabric, self.group, self.overlaps = fabric, group, group is not None
+
+    def __call__(self, x: torch.Tensor, split: int, join: int) -> Callable[[], torch.Tensor]:
+        """Start to send each rank its part of x along dimension `split`; what is returned waits, and returns what has
+        come from all, put together along `join`. Collective."""
+        if self.group is None:
+            come = collective(self.fabric, "all_to_all", x, split, join)
+            return lambda: come
+        parts = torch.stack(x.chunk(self.fabric.world_size, split))
+        arriving = torch.empty_like(parts)
+        work = dist.all_to_all_single(arriving, parts, group=self.group, async_op=True)
+
+        def finish(kept: Any = parts) -> torch.Tensor:
+            work.wait()
+            return torch.cat(arriving.unbind(), join)
+
+        return finish
 
 
 class Ring:

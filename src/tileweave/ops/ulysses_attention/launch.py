@@ -15,10 +15,13 @@ from tileweave.ops.sequence.launch import LOG2_E, Prepared, Tensors
 from tileweave.ops.sequence.local import attend, attend_backward
 from tileweave.ops.sequence.packed import blocks_between, in_tiles
 from tileweave.ops.sequence.tensors import place_bytes, slots
+from tileweave.ops.sequence.travel import mover
 from tileweave.ops.ulysses_attention.check import NAME, Call, blocks_at_most
 from tileweave.ops.ulysses_attention.kernel import ulysses_attention_kernel
 from tileweave.planner import Plan
 from tileweave.planner.attention import ROWS, block_heads, query_bufs
+
+PARTS = (4, 3, 2, 1)  # that the heads of a rank come in for the backward pass: the first number that divides them
 
 
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
@@ -94,9 +97,37 @@ def unfused_backward(
     ends: Sequence[int] | None,
 ) -> Tensors:
     """Gradients of q, k and v: what is known of the rows goes to the heads once more, gradients come back. Those of
-    heads that several ranks have are summed, in float32. Collective."""
-    given = grad, q, spread(call, k), spread(call, v), out
-    grad, q, k, v, out = (heads_first(_to_heads(fabric, call, x), call.layout) for x in given)
+    heads that several ranks have are summed, in float32. Where transfers go on by themselves, heads come in several
+    parts, each while the one before it is worked at. Collective."""
+    move, parts = mover(fabric), 1
+    if move.overlaps:
+        parts = next(n for n in PARTS if max(call.shape.kv_heads // call.world, 1) % n == 0)
+    known, keys = (
+        [heads_first(x, call.layout).unflatten(1, (call.world, parts, -1)) for x in some]
+        for some in ((grad, q, out), (spread(call, k), spread(call, v)))
+    )
+
+    def sent(part: int) -> list[Callable[[], torch.Tensor]]:
+        return [move(torch.cat([x[:, :, part] for x in xs], 2).flatten(1, 2), 1, 2) for xs in (known, keys)]
+
+    arriving, home = sent(0), []
+    for part, sums in enumerate(lse.chunk(parts, 1)):
+        here, arriving = arriving, sent(part + 1) if part + 1 < parts else []
+        (grad, q, out), (k, v) = (
+            [x.contiguous() for x in come().chunk(n, 1)] for come, n in zip(here, (3, 2), strict=True)
+        )
+        dq, *of_keys = _attend_backward(call, grad, q, k, v, out, sums, ends)
+        home.append([move(x, 2, 1) for x in (dq, torch.cat(of_keys, 1))])
+    dq, dk_dv = (
+        torch.stack([come().unflatten(1, (call.world, -1)) for come in comes], 2) for comes in zip(*home, strict=True)
+    )
+    dk, dv = (_gathered(call, x.flatten(1, 3)) for x in dk_dv.chunk(2, 3))
+    dq, dk, dv = (heads_first(x, call.layout).contiguous() for x in (dq.flatten(1, 3), dk, dv))
+    return dq, dk, dv
+
+
+def _attend_backward(call: Call, grad, q, k, v, out, lse, ends: Sequence[int] | None) -> Tensors:
+    """`attend_backward` for some of this rank's heads: those of k and v in the dtype that they are summed in."""
     shared = lse_dtype(call.dtype) if call.copies > 1 else call.dtype
     if ends is None:
         dq, dk, dv = attend_backward(grad, q, k, v, out, lse, call.causal, call.scale)
@@ -107,9 +138,7 @@ def unfused_backward(
                 grad[:, :, rows], q[:, :, rows], k[:, :, cols], v[:, :, cols], out[:, :, rows], lse[:, :, rows],
                 diagonal, call.scale,
             )  # fmt: skip
-    grads = zip((dq, dk, dv), (call.dtype, shared, shared), strict=True)
-    dq, dk, dv = (_to_rows(fabric, call, heads_first(x.to(dtype), call.layout)) for x, dtype in grads)
-    return dq, _gathered(call, dk), _gathered(call, dv)
+    return dq.to(call.dtype), dk.to(shared), dv.to(shared)
 
 
 def with_attention(
@@ -132,11 +161,8 @@ def spread(call: Call, x: torch.Tensor) -> torch.Tensor:
 
 
 def _gathered(call: Call, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of a k or v whose `spread` has the gradient x."""
-    if call.copies == 1:
-        return x
-    head, _ = dims_of(call.layout)
-    return x.unflatten(head, (-1, call.copies)).sum(head + 1).to(call.dtype)
+    """The gradient of a k or v, heads first, whose `spread` has the gradient x."""
+    return x if call.copies == 1 else x.unflatten(1, (-1, call.copies)).sum(2).to(call.dtype)
 
 
 def _to_heads(fabric: Fabric, call: Call, x: torch.Tensor) -> torch.Tensor:

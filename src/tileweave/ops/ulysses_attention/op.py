@@ -65,9 +65,9 @@ def ulysses_attention(
     It is the registered operator `torch.ops.tileweave.ulysses_attention` behind a function that resolves defaults:
 
     - Gradients of q, k and v exist. The backward pass is a collective, so every rank must run it, and on all or none
-      some input must require a gradient. It moves q, k, v and the result once more rather than keeping them twice; the
-      local part is PyTorch's flash or cuDNN kernel on CUDA, a launch for each packed sequence, whose ends the host
-      waits for. No second derivatives.
+      some input must require a gradient. It moves q, k, v and the result once more rather than keeping them twice,
+      between NCCL processes some heads while others are worked at; the local part is PyTorch's flash or cuDNN kernel
+      on CUDA, a launch for each packed sequence, whose ends the host waits for. No second derivatives.
     - torch.compile traces it without a graph break, whatever the kind of `group`.
     - A CUDA graph can hold it once it has been called with the same arguments but for the data.
     - Under torch.autocast inputs are cast as those of scaled_dot_product_attention.
