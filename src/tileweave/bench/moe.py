@@ -276,6 +276,7 @@ def main() -> None:
         name = f"{kind}, W={size}, {tokens >> 10}k tokens, {'skewed' if skewed else 'even'}"
         if not any(text in name for text in options.only):
             continue
+        torch.cuda.empty_cache()  # what the case before has left is of other sizes
         found.append(row := measure(kind, size, tokens, skewed, options.rounds, options.comm_sms))
         rates = "  ".join(f"{contender} {rate:.0f}" for contender, rate in row["tflops"].items())
         once, each = row["bytes_by_token"] / 1e6, row["bytes_by_choice"] / 1e6

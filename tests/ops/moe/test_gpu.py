@@ -9,7 +9,7 @@ from tests.ops.moe.problems import assert_right, problem, run, there_and_back, t
 from tests.ops.moe.test_combine import back
 from tests.ops.moe.test_combine import plan as back_plan
 from tests.ops.moe.test_dispatch import plan
-from tests.ops.moe.test_moe import gradients, true_gradients
+from tests.ops.moe.test_moe import gradients, leaves, true_gradients
 from tileweave import FabricTimeout
 from tileweave.fabric import fabric_of
 
@@ -35,8 +35,45 @@ def test_tiles_and_communicators(tile, stages, comm_sms):
     p = problem([200, 333], 12, 4, 520, 264, device="cuda")
     with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
         for _ in range(3):
-            results = run(world, p, second=False, plan=plan(tile, stages, comm_sms))
-            assert_right([out for out, *_ in results], truth(p, second=False))
+            for gated in (False, True)[: tile[1] // 64]:  # a gate takes half of the columns, 64 at least
+                results = run(world, p, gated=gated, second=False, plan=plan(tile, stages, comm_sms))
+                assert_right([out for out, *_ in results], truth(p, gated=gated, second=False))
+
+
+@pytest.mark.parametrize("transposed", [(True, True), (True, False)])
+def test_gates_of_transposed_weights_and_silu(transposed):
+    p = problem([200, 333], 6, 4, 520, 264, device="cuda")
+    p.w, p.gate = (w.mT.contiguous().mT if flag else w for w, flag in zip((p.w, p.gate), transposed, strict=True))
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
+        gated = run(world, p, second=False)
+        plain = run(world, p, gated=False, activation="silu", second=False)
+    assert_right([out for out, *_ in gated], truth(p, second=False))
+    assert_right([out for out, *_ in plain], truth(p, gated=False, activation="silu", second=False))
+
+
+def test_compiled_in_full_graphs():
+    p = problem([70, 40], 8, 2, 136, 72, device="cuda")
+    seeds = [torch.randn(x.shape, device="cuda") for x in p.x]
+
+    def step(x, index, weight, w, gate, down, group):
+        h, route = tw.moe_dispatch_matmul(x, index, w, group, topk_weight=weight, w_gate=gate, capacity=512)
+        return tw.moe_matmul_combine(h, down, route, group)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=False)
+
+    def rank_program(rank, group):
+        found = []
+        for call in (step, compiled):
+            x, weight, w, gate, down = mine = leaves(p, rank)
+            out = call(x, p.index[rank], weight, w, gate, down, group)
+            (out.float() * seeds[rank]).sum().backward()
+            found.append([out.detach(), *(each.grad for each in mine)])
+        return found
+
+    with tw.virtual_world(2, device="cuda", timeout=20.0) as world:
+        for plain, by_compiler in world.run(rank_program):
+            for a, b in zip(plain, by_compiler, strict=True):
+                assert (a.float() - b.float()).norm() <= 0.02 * a.float().norm()
 
 
 @pytest.mark.parametrize(
