@@ -132,8 +132,8 @@ def moe_matmul_combine(
         choices: the result depends on no timing.
 
     Under torch.autocast h and w are cast. Gradients of h, w and of topk_weight exist; collective, as the backward pass.
-    Where the kernel cannot run (`tileweave.explain` says why), the two ops above follow each other. The kernel's workspace
-    is two slots of route.homes rows `[H]` on each rank: what the rank with most choices has, or, with a capacity, k *
+    Where the kernel cannot run (`tileweave.explain` says why), the two ops above follow each other. Workspace: two
+    slots of route.homes rows `[H]` on each rank: as many as the rank with most choices has, or, with a capacity, k *
     max_tokens or the capacity of all ranks, whichever is less.
 
     Raises:
