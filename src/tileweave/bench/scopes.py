@@ -35,7 +35,7 @@ from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.planner import Plan, all_gather_matmul, matmul_all_reduce
 from tileweave.planner import plan as matmul_reduce_scatter
 
-MECHANISMS = ("tma", "register", "copy_engine", "multimem")
+MECHANISMS = ("tma", "register", "copy_engine", "multimem")  # the last one where the fabric has multicast
 SCHEDULES = ("intra_sm", "inter_sm", "one_shot", "none")
 COMM_SMS = (0, 1, 2, 4, 8, 16)
 SIZES = (4096, 8192)
@@ -87,14 +87,14 @@ def operands(op: str, size: int, share: int, world: int) -> tuple[torch.Tensor, 
 
 
 def plans_of(
-    op: str, a: torch.Tensor, b: torch.Tensor, world: int, sms: int, linked: bool, only: Sequence[str]
+    op: str, a: torch.Tensor, b: torch.Tensor, world: int, sms: int, linked: bool, multicast: bool, only: Sequence[str]
 ) -> dict[str, Plan]:
     """All plans that the op has, by name; those whose name starts with one of `only`, if there are any."""
     planner = OPS[op].planner
     problem = OPS[op].problem(a, b, world, sms, linked)
     best = planner.plan_for(problem)
     found = {}
-    for mechanism in MECHANISMS:
+    for mechanism in MECHANISMS if multicast else MECHANISMS[:-1]:
         for schedule in SCHEDULES:
             for comm_sms in COMM_SMS:
                 if mechanism == "copy_engine" and not linked and comm_sms == 0:
@@ -127,7 +127,7 @@ def on_virtual_ranks(op: str, world_size: int, size: int, rounds: int, only: Seq
     contenders: dict[str, Callable[[], None]] = {}
     errors: dict[str, float] = {}
     with virtual_world(world_size, "cuda", timeout=5.0) as world:
-        plans = plans_of(op, a[0], b[0], world_size, world.sms, False, only)
+        plans = plans_of(op, a[0], b[0], world_size, world.sms, False, False, only)
         for name, plan in plans.items():
 
             def rank_program(rank, group, plan=plan):
@@ -180,7 +180,8 @@ def between_gpus(op: str, size: int, rounds: int, only: Sequence[str]) -> dict:
     dist.all_gather(all_b, b.contiguous())
     truth = OPS[op].truth(all_a, all_b)[rank]
     sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    plans = plans_of(op, a, b, world, sms, True, only)
+    multicast = fabric_of(None, a.device).multicast_refusal() is None
+    plans = plans_of(op, a, b, world, sms, True, multicast, only)
     runs: dict[str, Callable[[], Any]] = {
         name: partial(getattr(tw, op), a, b, plan=plan) for name, plan in plans.items()
     }
