@@ -6,6 +6,7 @@ import torch
 import tileweave as tw
 from tests.emulator.kernels import launches as k
 from tileweave.emulator import DeadlockError, RaceError, World
+from tileweave.ops.collectives.operator import OPERATORS
 
 SEEDS = range(6)
 W = 3
@@ -45,13 +46,19 @@ def test_a_call_that_is_numbered_by_the_host_cannot_be_replayed():
             replayed(seed, numbered=1)
 
 
-def test_an_op_in_a_graph():
+def by_operator(x, group):
+    """The same through PyTorch's dispatcher."""
+    return OPERATORS["all_reduce"](x, group.group_name, "sum", False)
+
+
+@pytest.mark.parametrize("sum_of", [tw.all_reduce, by_operator])
+def test_an_op_in_a_graph(sum_of):
     x = torch.ones(2, 16, 8)
 
     def fn(rank, group):
-        tw.all_reduce(x[rank], group)
+        sum_of(x[rank], group)
         with group.world.capture() as graph:
-            out = tw.all_reduce(x[rank] + 1, group)
+            out = sum_of(x[rank] + 1, group)
         x[rank] = 5.0 + rank
         graph.replay()
         return out

@@ -30,7 +30,8 @@ _READS = {
 
 
 class Graph(TorchFunctionMode):
-    """The launches of a rank, and its tensor operations between them, in order.
+    """The launches of a rank, and its tensor operations between them, in order. An operator of PyTorch's dispatcher is
+    one operation: what it launches is not noted besides, and its host code runs again in a replay.
 
     RuntimeError where the host looks at a tensor's values: a replay would do what the values said then.
     """
@@ -38,6 +39,12 @@ class Graph(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.work: list[Callable[[], Any]] = []
+        self._within = False  # an operation
+
+    def launched(self, work: Callable[[], Any]) -> None:
+        """A launch of the rank."""
+        if not self._within:
+            self.work.append(work)
 
     def replay(self) -> None:
         """Inside fn, by the rank that made it: do all again. Numbers that a kernel was given are what they were then,
@@ -52,7 +59,11 @@ class Graph(TorchFunctionMode):
                 f"{func.__name__}: the host must not look at the values of a tensor while a graph is made of what it "
                 "does, as a replay would go on with the old ones"
             )
-        made = func(*args, **kwargs)
+        self._within = True
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            self._within = False
         if made is None or any(isinstance(each, torch.Tensor) for each in tree_leaves(made)):
             self.work.append(partial(_again, func, args, kwargs, made))
         return made

@@ -167,7 +167,7 @@ class World:
             host.submit(lambda: self._launch(host.part, kernel, grid, args, kwargs, num_warps, copies), "launch")
 
         if host.graph is not None:
-            host.graph.work.append(work)
+            host.graph.launched(work)
         work()
 
     def capture(self) -> AbstractContextManager[Graph]:
