@@ -166,7 +166,7 @@ MUTANTS = {
     "sent in the order of tokens": ([("tr.send_token + to * tr.tokens + numbers, mask", "tr.send_token + numbers, mask")], "W"),
     "places of another rank": ([("tr.send_place + to * tr.tokens + numbers, mask", "tr.send_place + numbers, mask")], "RWP"),
     "no zeros behind a row": ([("mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]", "mask = there[:, None] & (cols < tr.k_lines * 8)[None, :]")], "W"),
-    "communicators do not end the call": ([("        place(work, me - work.SENDERS, epoch)\n    finish_all(work.matmul, epoch)\n", "        place(work, me - work.SENDERS, epoch)\n")], "RDW"),
+    "communicators do not end the call": ([("        place(work, me - work.SENDERS, epoch)\n    finish_all(work.matmul, epoch)\n", "        place(work, me - work.SENDERS, epoch)\n")], "RDWP"),
     "CTAs without tiles go through the roles": ([("    if first_unit(mm) < tiles:\n", "    if first_unit(mm) < tiles + 8:\n")], "R"),
     # harmless
     "waits for a flag twice": ([("    there = " + WAIT, "    gl." + WAIT[3:] + "\n    there = " + WAIT)], None),
