@@ -1,6 +1,6 @@
 """What attention kernels between ranks share, besides tiles/communicator.py: flags of blocks of heads, buffers, the end.
 
-A kernel's `work` has `attention`, `matmul` (a `Sender`, by the name that the communicator knows), `flags`, `epoch`, `blocks`
+A kernel's `work` has `k_slots` and `v_slots` (any rank's slots for K and V), `attention`, `matmul` (a `Sender`, by the name that the communicator knows), `flags`, `epoch`, `blocks`
 (how many there are in this call), `FLAGS` (how many there are flags for) and `ends` (storers and communicators of the grid).
 
 | word | written by | waited for by | order, scope | why its reuse is safe |
@@ -36,6 +36,37 @@ class Sender:
 def moved(buf, like):
     """A buffer of the CTA in the shape that descriptor `like` moves."""
     return gl.reinterpret(buf, like.dtype, like.block_shape, like.layout)
+
+
+@gl.jit
+def load_arrived(work, buf, bar, IS_V: gl.constexpr, where):
+    """Loader: start the load of a block of K or V that has come to `where` in this rank's slots."""
+    if IS_V:
+        gl.load_async(work.v_slots, work.flags.rank, where, moved(buf, work.v_slots), bar)
+    else:
+        gl.load_async(work.k_slots, work.flags.rank, where, moved(buf, work.k_slots), bar)
+
+
+@gl.jit
+def fetch_kv(work, is_v, where, at):
+    """Communicator: start the load of a tile of own V, or K, to a place in the ring."""
+    att = work.attention
+    bar, buf = att.ring.ready_at(at), att.kv_bufs.index(at.slot)
+    gl.mbarrier_expect(bar, att.BN * att.D * 2)
+    if is_v:
+        gl.tma_load(att.v_desc, where, bar, buf)
+    else:
+        gl.tma_load(att.k_desc, where, bar, buf)
+
+
+@gl.jit
+def send_kv(work, is_v, to, where, at):
+    """Communicator: start the store of what `fetch_kv` has brought to `where` in the slots of rank `to`."""
+    buf = work.attention.kv_bufs.index(at.slot)
+    if is_v:
+        gl.store_async(work.v_slots, to, where, moved(buf, work.v_slots))
+    else:
+        gl.store_async(work.k_slots, to, where, moved(buf, work.k_slots))
 
 
 @gl.jit

@@ -17,7 +17,7 @@ NAME = "ring_attention"
 WAIT = "gl.wait(flags, block * flags.world + source, work.epoch)"
 MINE = "place(work, flags.rank, to, head)"
 OWN_KEYS = "gl.where(source == flags.rank, own, offset)"
-THEIRS = "place(work, source, rank, "
+THEIRS = "place(work, source, work.flags.rank, "
 SIGNAL = "raise_flag(work, receiver(work, block), 0, block // reach(work))"
 NOTHING = "raise_flag(work, peer, 0, b)"
 OWN = 'if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.ends - 1:'

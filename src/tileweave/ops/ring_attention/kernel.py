@@ -43,7 +43,7 @@ from tileweave.tiles.attention_hooks import (
     nothing_before_q,
 )
 from tileweave.tiles.communicator import send_blocks
-from tileweave.tiles.exchange import NEXT, Sender, finish, moved, raise_flag
+from tileweave.tiles.exchange import NEXT, Sender, fetch_kv, finish, load_arrived, raise_flag, send_kv
 from tileweave.tiles.matmul import EPOCH, OWN_WORDS
 
 
@@ -207,13 +207,8 @@ def load_any(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there
     if source == work.flags.rank:
         load_kv(work, buf, bar, IS_V, batch, head, source, row, there)
     else:
-        rank = work.flags.rank
-        slot, head = place(work, source, rank, batch * work.kv_heads + head // work.attention.group)
-        at = [slot, head, gl.where(there, row, work.cols), 0]
-        if IS_V:
-            gl.load_async(work.v_slots, rank, at, moved(buf, work.v_slots), bar)
-        else:
-            gl.load_async(work.k_slots, rank, at, moved(buf, work.k_slots), bar)
+        slot, head = place(work, source, work.flags.rank, batch * work.kv_heads + head // work.attention.group)
+        load_arrived(work, buf, bar, IS_V, [slot, head, gl.where(there, row, work.cols), 0])
 
 
 @gl.jit
@@ -241,20 +236,14 @@ def item(work, block, i):
     if work.CAUSAL and work.PIECES == 2:
         end = work.cols // 2 + (att.BN if att.PACKED else 0)  # PACKED: blocks begin at any row
         nothing = nothing | ((receiver(work, block) > work.flags.rank) & (row >= end))
-    return t % 2, head, gl.where(nothing, work.cols, row)
+    return t % 2 == 1, head, gl.where(nothing, work.cols, row)
 
 
 @gl.jit
 def fetch(work, block, i, at):
     """Communicator: a tile of own K or V."""
-    att = work.attention
     is_v, head, row = item(work, block, i)
-    where = [head // work.kv_heads, head % work.kv_heads, row, 0]
-    gl.mbarrier_expect(att.ring.ready_at(at), att.BN * att.D * 2)
-    if is_v == 1:
-        gl.tma_load(att.v_desc, where, att.ring.ready_at(at), att.kv_bufs.index(at.slot))
-    else:
-        gl.tma_load(att.k_desc, where, att.ring.ready_at(at), att.kv_bufs.index(at.slot))
+    fetch_kv(work, is_v, [head // work.kv_heads, head % work.kv_heads, row, 0], at)
 
 
 @gl.jit
@@ -267,11 +256,7 @@ def send(work, block, i, at, epoch):
             gl.fence_proxy_async()
     is_v, head, row = item(work, block, i)
     slot, head = place(work, flags.rank, to, head)
-    buf = work.attention.kv_bufs.index(at.slot)
-    if is_v == 1:
-        gl.store_async(work.v_slots, to, [slot, head, row, 0], moved(buf, work.v_slots))
-    else:
-        gl.store_async(work.k_slots, to, [slot, head, row, 0], moved(buf, work.k_slots))
+    send_kv(work, is_v, to, [slot, head, row, 0], at)
 
 
 @gl.jit

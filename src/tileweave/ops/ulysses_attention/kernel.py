@@ -36,7 +36,7 @@ from tileweave.tiles.attention_hooks import (
     normalize,
 )
 from tileweave.tiles.communicator import send_blocks
-from tileweave.tiles.exchange import NEXT, Sender, finish, moved, raise_flag
+from tileweave.tiles.exchange import NEXT, Sender, fetch_kv, finish, load_arrived, moved, raise_flag, send_kv
 from tileweave.tiles.matmul import EPOCH, OWN_WORDS
 
 
@@ -169,16 +169,12 @@ def load_kv(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there)
     head = head // att.group
     own = [batch, rank * work.all_kv_heads // work.flags.world + head, row, 0]
     at = [place(work, source), batch * work.kv_heads + head, gl.where(there, row, work.cols), 0]
-    if IS_V:
-        if source == rank:
-            gl.tma_load(att.v_desc, own, bar, buf)
-        else:
-            gl.load_async(work.v_slots, rank, at, moved(buf, work.v_slots), bar)
+    if source != rank:
+        load_arrived(work, buf, bar, IS_V, at)
+    elif IS_V:
+        gl.tma_load(att.v_desc, own, bar, buf)
     else:
-        if source == rank:
-            gl.tma_load(att.k_desc, own, bar, buf)
-        else:
-            gl.load_async(work.k_slots, rank, at, moved(buf, work.k_slots), bar)
+        gl.tma_load(att.k_desc, own, bar, buf)
 
 
 @gl.jit
@@ -251,11 +247,7 @@ def fetch(work, n, i, at):
         gl.mbarrier_expect(bar, att.ROWS * att.D * 2)
         gl.tma_load(att.q_desc, [batch, to * work.heads + head * att.group + q_head, row, 0], bar, small(work, at))
     else:
-        gl.mbarrier_expect(bar, att.BN * att.D * 2)
-        if kind == 1:
-            gl.tma_load(att.k_desc, [batch, kv_head, row, 0], bar, att.kv_bufs.index(at.slot))
-        else:
-            gl.tma_load(att.v_desc, [batch, kv_head, row, 0], bar, att.kv_bufs.index(at.slot))
+        fetch_kv(work, kind == 2, [batch, kv_head, row, 0], at)
 
 
 @gl.jit
@@ -267,10 +259,8 @@ def send(work, n, i, at, epoch):
         gl.store_async(
             work.q_slots, to, [mine, head * att.group + q_head, row, 0], moved(small(work, at), work.q_slots)
         )
-    elif kind == 1:
-        gl.store_async(work.k_slots, to, [mine, head, row, 0], moved(att.kv_bufs.index(at.slot), work.k_slots))
     else:
-        gl.store_async(work.v_slots, to, [mine, head, row, 0], moved(att.kv_bufs.index(at.slot), work.v_slots))
+        send_kv(work, kind == 2, to, [mine, head, row, 0], at)
 
 
 @gl.jit
