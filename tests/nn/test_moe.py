@@ -108,3 +108,22 @@ def test_float32_weights_under_autocast():
 
     with tw.virtual_world(2, device="cpu") as world:
         assert world.run(rank_program) == [(torch.bfloat16, torch.float32)] * 2
+
+
+def test_compiled_in_a_full_graph():
+    def rank_program(rank, group):
+        layer = MoE(features=24, hidden=16, experts=4, k=2, dtype=torch.bfloat16, seed=0, group=group, capacity=40)
+        x = torch.randn(5, 24).bfloat16()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=False)
+        found = []
+        for call in (layer, compiled):
+            layer.zero_grad()
+            out = call(x)
+            out.float().square().sum().backward()
+            found.append([out.detach(), *(p.grad.clone() for p in layer.parameters())])
+        return found
+
+    with tw.virtual_world(2, device="cpu") as world:
+        for plain, by_compiler in world.run(rank_program):
+            for got, goal in zip(by_compiler, plain, strict=True):
+                near(got, goal)
