@@ -26,7 +26,7 @@ def _plans(tile: tuple[int, int, int], stages: int, *ways: str) -> Variants:
     found: Variants = {}
     for way in ways:
         schedule, _, mechanism = way.partition(", ")
-        comm_sms = {"inter_sm": 1, "intra_sm": 0, "none": 0, "one_shot": 0}[schedule]
+        comm_sms = {"inter_sm": 1, "two_blocks": 1, "intra_sm": 0, "none": 0, "one_shot": 0}[schedule]
         found[way] = {"plan": Plan(mechanism or "tma", schedule, tile, stages, comm_sms=comm_sms)}
     return found
 
@@ -41,7 +41,7 @@ _REDUCING = _plans(_TILE, _STAGES, "intra_sm", "inter_sm", "one_shot", "none")
 _GATHERING = (
     "inter_sm", "intra_sm", "one_shot", "none", "inter_sm, register", "intra_sm, register", "inter_sm, multimem",
 )  # fmt: skip
-_ATTENDING = _plans((64, 64, 64), 3, "inter_sm")["inter_sm"]
+_ATTENDING, _TWO_BLOCKS = _plans((64, 64, 64), 3, "inter_sm", "two_blocks").values()
 _VARIANTS: dict[str, Variants] = {
     "matmul_reduce_scatter": {
         "intra_sm": _REDUCING["intra_sm"],
@@ -60,6 +60,7 @@ _VARIANTS: dict[str, Variants] = {
         "zigzag, causal": {**_ATTENDING, "causal": True, "placement": "zigzag"},
         "contiguous, causal": {**_ATTENDING, "causal": True},
         "all": {**_ATTENDING, "return_lse": True},
+        "zigzag, causal, two blocks": _TWO_BLOCKS | {"causal": True, "placement": "zigzag"},
     },
     "ulysses_attention": {"causal": {**_ATTENDING, "causal": True}, "all": _ATTENDING},
     "attention": {

@@ -38,6 +38,7 @@ _PARTS: list[Setup] = [("steps", {"m": 3 * 70, "n": 24}, 2, {}), ("a step", {"m"
 _SEQUENCE = {"heads": 6, "kv_heads": 3, "seq": 3 * 100, "dim": 64}
 _HEADS = {"heads": 9, "kv_heads": 9, "seq": 3 * 70, "dim": 64}
 _ATTENDING = _plan("inter_sm", comm_sms=2, tile=(64, 64, 64), stages=3)
+_HELD = _plan("two_blocks", comm_sms=2, tile=(64, 64, 64), stages=3)
 _TOKENS = {"tokens": 260, "hidden": 72, "inner": 72, "experts": 5, "topk": 3}
 _ALONE = {"heads": 3, "kv_heads": 3, "seq": 150, "dim": 64}
 _DISPATCH = _plan("inter_sm", comm_sms=4, tile=(64, 64, 64))
@@ -78,6 +79,7 @@ _SETUPS: dict[str, list[Setup]] = {
         ("zigzag", _SEQUENCE, 4, {**_ATTENDING, "causal": True, "placement": "zigzag"}),
         ("contiguous", _SEQUENCE, 4, {**_ATTENDING, "causal": True}),
         ("all", _SEQUENCE, 4, _ATTENDING),
+        ("two_blocks", _SEQUENCE | {"heads": 5, "kv_heads": 5}, 4, {**_HELD, "causal": True, "placement": "zigzag"}),
     ],
     "ulysses_attention": [
         ("causal", _HEADS, 4, {**_ATTENDING, "causal": True}),
