@@ -103,6 +103,14 @@ def test_tma_store_clips():
     assert torch.equal(dst, src[:20, :48])
 
 
+def test_a_tma_store_may_not_begin_before_its_tensor():
+    """On an H200 it is an illegal instruction."""
+    dst = D(torch.ones(20, 64, dtype=torch.bfloat16), [32, 64], layout())
+    launch(0, k.stores_at, dst, 8, [32, 64])
+    with pytest.raises(ProtocolError, match=r"TMA store to \[-8, 0\], before the tensor"):
+        launch(0, k.stores_at, dst, -8, [32, 64])
+
+
 def test_a_buffer_used_before_its_load_has_landed_is_a_race():
     src, dst = randn(32, 64, seed=0), poisoned(32, 64)
     for seed in SEEDS:

@@ -16,7 +16,7 @@ TOLD = "        gl.signal_all(work.flags, work.flags.rank, epoch)\n"
 MUTANTS = {
     # where parts go
     "the last owner of a part left out": (KERNEL, [("    for i in range(owners):", "    for i in range(owners - 1):")], "RW"),
-    "rows of the next rank": (KERNEL, [("first - owner * rows, col, buf", "first - (owner + 1) * rows, col, buf")], "RW"),
+    "rows of the next rank": (KERNEL, [("first - owner * rows, col, buf", "first - (owner + 1) * rows, col, buf")], "RPW"),
     "rows counted from the tile's first": (KERNEL, [("first - owner * rows, col, buf", "gl.maximum(first - owner * rows, 0), col, buf")], "RW"),
     "sends into the other slot": (KERNEL, [("    slot = epoch & 1\n", "    slot = 1 - (epoch & 1)\n")], "RW"),
     "one slot for all calls": (KERNEL + " " + SUMS, [("    slot = epoch & 1\n", "    slot = epoch & 0\n"), ("    place = (epoch & 1) * sums", "    place = (epoch & 0) * sums")], "R"),

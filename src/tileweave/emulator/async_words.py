@@ -214,6 +214,11 @@ def tma_load(desc, coord, bar, buf, pred=True):
 def _put(kind, desc, coord, buf) -> None:
     me = getcurrent()
     _check_transfer(me, desc, buf)
+    if min(map(int, coord)) < 0:  # seen on an H200, though loads may begin there
+        where = Place(me, kind.kind)
+        raise ProtocolError(
+            f"a {kind.kind} to {list(map(int, coord))}, before the tensor: an illegal instruction: {where}"
+        )
     me.touch(buf.memory, "read")
     me.stores.append(kind(me, desc, coord, buf))
 

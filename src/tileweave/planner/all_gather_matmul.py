@@ -17,6 +17,8 @@ COPYING_RANKS = 64  # that the copy engine's channel has flags for
 # prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 SM_GBS = 36.0  # what one SM is counted on to push: four fifths of what it does when nothing else runs
+COPY_GBS = 369.0  # what a copy engine sends; the paper's figure for an H100, for copies of a gigabyte,
+COPY_START_US = 8.0  # and what passes before one is under way, an estimate
 
 
 @dataclass(frozen=True)
@@ -128,24 +130,31 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     memory = hardware.launch_us + moved / (hardware.memory_gbs * min(sms, tiles) / hardware.sms * 1e3)
     if problem.world == 1:
         return overlapped(compute, memory) + exchange
-    rate = plan.comm_sms * SM_GBS
     sent = problem.operand_bytes * problem.rows * problem.k * (problem.world - 1)
-    send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
+    if plan.mechanism == "copy_engine":
+        send = COPY_START_US + sent / (COPY_GBS * 1e3)
+    else:
+        rate = plan.comm_sms * SM_GBS
+        send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
     multiply = overlapped(compute, memory) + exchange
     return (multiply + send if plan.schedule in ("none", "one_shot") else overlapped(multiply, send)) + hardware.sync_us
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans that can run `problem` of the default schedule, and of one shot where rows are few, each with its
-    predicted microseconds, the fastest first; of equals, the one with the fewest communicators."""
-    schedules = ("inter_sm", "one_shot") if problem.world > 1 else ("inter_sm",)
-    if problem.sms == 1 and problem.world > 1:
-        schedules = ("none",)
+    """All plans that can run `problem`, each with its predicted microseconds, the fastest first; of equals, the one
+    with the fewest communicators: inter-SM by TMA or, over a link, where it takes no SM, by the copy engine, and one
+    shot where rows are few."""
+    ways: list[tuple[str, str, int]] = [("tma", "inter_sm", 0)]
+    if problem.world > 1:
+        schedules = ("inter_sm", "one_shot") if problem.sms > 1 else ("none",)
+        ways = [("tma", schedule, comm_sms) for comm_sms in COMM_SMS for schedule in schedules]
+        if problem.linked:
+            ways.append(("copy_engine", "inter_sm", 0))
     found = []
-    for comm_sms, schedule, tiling, split in product(
-        COMM_SMS if problem.world > 1 else (0,), schedules, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
+    for (mechanism, schedule, comm_sms), tiling, split in product(
+        ways, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
     ):
-        plan = Plan("tma", schedule, tiling.tile, tiling.stages, split, comm_sms)
+        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
         tiles, sms = tiles_of(problem, plan), computing_sms(problem, plan)
         idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
         many = schedule == "one_shot" and problem.rows >= GROUP_ROWS * tiling.tile[0]
@@ -161,6 +170,11 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
         way = "one rank, so nothing is gathered: a plain matmul"
     elif plan.schedule == "none":
         way = "one SM cannot communicate while it multiplies: the gather first, then the matmul"
+    elif plan.mechanism == "copy_engine":
+        way = (
+            "the shard is large enough for the copy engine, which takes no SM, and a row of tiles starts when its rows "
+            "have come (inter-SM, copy engine)"
+        )
     else:
         way = (
             "a gathered tile is read by a whole row of tiles, so SMs that only communicate fetch it once "

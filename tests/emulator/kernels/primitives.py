@@ -176,6 +176,17 @@ def barrier_lives(x, WHAT: gl.constexpr):
 
 
 @gl.jit
+def stores_at(dst, row, SHAPE: gl.constexpr):
+    """One block of zeros to row `row` of dst."""
+    buf = gl.allocate_shared_memory(gl.bfloat16, SHAPE, dst.layout)
+    buf.store(gl.zeros(SHAPE, gl.bfloat16, gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])))
+    gl.fence_async_shared()
+    gl.barrier()
+    gl.tma_store(dst, [row, 0], buf)
+    gl.store_wait(0)
+
+
+@gl.jit
 def copies(src, dst, row, col, SHAPE: gl.constexpr, WAIT: gl.constexpr):
     """One block from src to dst at (0, 0)."""
     buf = gl.allocate_shared_memory(gl.bfloat16, SHAPE, src.layout)

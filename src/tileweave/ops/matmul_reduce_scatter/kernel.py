@@ -257,14 +257,15 @@ def averaged(work, part, at, HALF: gl.constexpr, phase, row, col, LAYOUT: gl.con
 
 @gl.jit
 def store_to_owners(work, phase, row, col, buf, epoch, met):
-    """Storer, ONE_SHOT: one part to every rank that owns rows of it."""
+    """Storer, ONE_SHOT: one part to every rank that owns rows of it. A TMA store may not begin before a tensor, so a place
+    has ROWS rows more, above those that are summed, which take what is not its owner's."""
     rank, rows = work.flags.rank, work.rows
     first = rank * rows + row
     last = gl.minimum(first + work.matmul.ROWS, rows * work.flags.world) - 1
     owners = last // rows - first // rows + 1
     for i in range(owners):
         owner = first // rows + (rank + i) % owners
-        send(work, owner, first - owner * rows, col, buf, epoch)
+        send(work, owner, work.matmul.ROWS + first - owner * rows, col, buf, epoch)
 
 
 @gl.jit

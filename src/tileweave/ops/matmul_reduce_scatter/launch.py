@@ -132,7 +132,9 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     world = 1 if behind else problem.world
     (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
     out = torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
-    shard_bytes = out.nbytes if world > 1 else 0
+    part = (part_rows(plan.tile), PART_BYTES // out.element_size())
+    above = part[0] if one_shot else 0  # rows of a place before those of its owner: see `store_to_owners`
+    shard_bytes = (call.rows + above) * call.n * out.element_size() if world > 1 else 0
     channel = fabric.channel(
         NAME, 0 if call.deterministic else shard_bytes, world * shard_bytes if call.deterministic else 0
     )
@@ -140,7 +142,6 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     tiles = count_tiles(problem, plan)
     whole = whole_tiles(tiles, alone.sms, plan.split)
     grid = min(alone.sms, whole + (tiles - whole) * plan.split)
-    part = (part_rows(plan.tile), PART_BYTES // out.element_size())
     home: tuple[Box, tuple[int, ...]] | None = None
     blocks: tuple[int | None, ...] = (None, None, None)
     if plan.comm_sms:
@@ -162,7 +163,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         Box(a_rows, (bk, bm) if a_t else (box_rows(call.m, bm), bk)),
         Box(b_rows, (bn, bk) if b_t else (bk, bn)),
         Box(out, part),
-        parallel_slots(fabric, call, channel, part) if world > 1 else slots_box(out[None, None], part),
+        parallel_slots(fabric, call, channel, part, above) if world > 1 else slots_box(out[None, None], part),
         numbers,
         home,
         tail,
@@ -179,13 +180,14 @@ def block_numbers(problem: Problem, plan: Plan, width: int) -> tuple[int, int, i
     return blocks, tiles, math.ceil(tiles * plan.tile[1] / width / plan.comm_sms)
 
 
-def parallel_slots(fabric: Fabric, call: Call, channel: Channel, block: tuple[int, int]) -> tuple:
-    """The slots of all ranks as a descriptor, this rank's own as a tensor, the distance of two slots in elements.
+def parallel_slots(fabric: Fabric, call: Call, channel: Channel, block: tuple[int, int], above: int) -> tuple:
+    """The slots of all ranks as a descriptor, this rank's own, below the rows `above`, as a tensor, the distance of
+    two slots in elements.
 
     The distance depends on the arena, not on the shape: call e + 1 may be of another shape while a slow peer is still
     in call e.
     """
     arena = channel.staging if call.deterministic else channel.adding
     count = 2 * fabric.world_size if call.deterministic else 2
-    slots, stride = parallel_view(arena, count, (call.rows, call.n), call.out_dtype)
-    return slots_box(slots, block).at(slots), slots[fabric.rank], stride
+    slots, stride = parallel_view(arena, count, (call.rows + above, call.n), call.out_dtype)
+    return slots_box(slots, block).at(slots), slots[fabric.rank, :, above:], stride
