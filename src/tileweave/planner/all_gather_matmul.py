@@ -119,7 +119,8 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     N = 28672, K = 8192: 126 us with 32 rows each, 136 with 128, of which the matmul alone takes 63 and 93.
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
-    compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
+    k_steps = max(-(-problem.k // plan.tile[2]), 1)
+    compute = tiling.compute_us(tiles, k_steps, plan.split, sms)
     exchange = tiling.exchange_us(tiles, plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
     moved = operand_bytes(m, n, problem.k, plan.tile, sms, hardware)
@@ -137,7 +138,10 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
         rate = plan.comm_sms * SM_GBS
         send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
     multiply = overlapped(compute, memory) + exchange
-    return (multiply + send if plan.schedule in ("none", "one_shot") else overlapped(multiply, send)) + hardware.sync_us
+    last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
+    if plan.schedule in ("none", "one_shot"):
+        return multiply + send + hardware.sync_us
+    return overlapped(multiply, send + last) + hardware.sync_us
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
