@@ -29,6 +29,8 @@ def table(figures: dict) -> str:
         "tflops_per_gpu": _between_gpus,
         "over_matmul_us": _all_reduce,
         "over_all_percent": _sequence,
+        "bytes_by_token": _moe,
+        "plans": _scopes,
         "tflops": _virtual,
         "us": _host_time,
     }
@@ -151,6 +153,32 @@ def _sequence(figures: dict) -> str:
         )
     head = ["op", "ranks", "batch", "heads", "sequence", "mask", "communicators of a rank", "TFLOP/s of all ranks"]
     return _markdown([*head, "compared with", "fused over it (spread)", "over it on all SMs (spread)"], rows)
+
+
+def _moe(figures: dict) -> str:
+    names = list(dict.fromkeys(name for r in figures["rows"] for name in r["tflops"]))
+    rows = []
+    for r in figures["rows"]:
+        low, high = (1e2 * (r["ms"]["fused"][i] / r["ms"]["local"][0] - 1) for i in (1, 2))
+        rates = [f"{r['tflops'][name]:.0f}" if name in r["tflops"] else "-" for name in names]
+        sent = [f"{r[by] / 1e6:.0f}" for by in ("bytes_by_token", "bytes_by_choice")]
+        over = f"{r['overhead_percent']:+.1f}% ({low:+.1f} to {high:+.1f})"
+        rows.append([r["kind"], f"{r['world']}", f"{r['tokens']}", r["routing"], *rates, over, *sent])
+    head = ["kernels of", "ranks", "tokens", "routing", *(f"{name}, TFLOP/s" for name in names), "fused over local"]
+    return _markdown([*head, "MB by token", "MB by choice"], rows)
+
+
+def _scopes(figures: dict) -> str:
+    rows = []
+    for r in figures["rows"]:
+        best: dict[str, tuple[float, str]] = {}
+        for name, us in r["us"].items():
+            way, comm_sms = name.rsplit(" ", 1)
+            best[way] = min(best.get(way, (us[0], comm_sms)), (us[0], comm_sms))
+        for us, way, comm_sms in sorted((us, way, comm_sms) for way, (us, comm_sms) in best.items()):
+            shape = f"{r['size']}^3" if r["share"] * r["world"] == r["size"] else f"{r['size']}, {r['share']}"
+            rows.append([r["op"], shape, *way.split(" "), comm_sms, f"{us:.1f}"])
+    return _markdown(["op", "product", "mechanism", "schedule", "SMs left or communicating", "us"], rows)
 
 
 def _host_time(figures: dict) -> str:
