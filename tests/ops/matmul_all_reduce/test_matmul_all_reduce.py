@@ -71,6 +71,15 @@ def test_several_chunks_whose_tiles_travel_while_others_are_multiplied(extras, s
                 assert_right(outs, *call)
 
 
+@pytest.mark.parametrize("schedule", ["one_shot", "intra_sm"])
+def test_rows_of_tiles_that_fill_their_groups(schedule):
+    """A storer asks for the tile behind the last one, of a group without rows."""
+    call = operands(2, 512, 72, 64, 0, "")
+    with tw.virtual_world(2, device="cpu", sms=3) as w:
+        (outs,) = run_calls(w, [call], plan=small(schedule, (64, 64, 64)))
+    assert_right(outs, *call)
+
+
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_late(late):
     shapes = [
