@@ -31,10 +31,6 @@ def _plans(tile: tuple[int, int, int], stages: int, *ways: str) -> Variants:
     return found
 
 
-def _with(variants: Variants, **more: Any) -> Variants:
-    return {name: options | more for name, options in variants.items()}
-
-
 # Small enough for a CTA to have two tiles of the default problem, and for the ring to wrap.
 _TILE, _STAGES = (128, 256, 64), 3
 _REDUCING = _plans(_TILE, _STAGES, "intra_sm", "inter_sm", "one_shot", "none")

@@ -88,6 +88,7 @@ class Fabric(ABC):
     `rank`, `world_size`
     `device`      where this rank's tensors live
     `sms`         how many SMs this rank's kernels may use, which is the largest grid of `launch`; 0: no kernels
+    `linked`      whether each rank has a GPU of its own, so that a link lies between any two
     `debug`       whether `agree` compares the ranks' calls: debug mode when the fabric was made
     """
 
@@ -97,6 +98,7 @@ class Fabric(ABC):
     device: torch.device
     sms: int
     debug: bool
+    linked: bool = False
 
     @abstractmethod
     def refusal(self) -> str | None:

@@ -132,6 +132,7 @@ class ProcessFabric(DistributedFabric):
         self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
             sharing = max(Counter(fact.gpu for fact in facts).values())
+            self.linked = sharing == 1
             self.sms = min(self._gather(sms_per_rank(sharing, device, None)))  # CTAs of different ranks may be paired
             self._why = self._try_memory()
         self._why_unicast = self._why or self._one_by_one(facts) or self._try_multicast()

@@ -107,13 +107,15 @@ class Site(NamedTuple):
     device: torch.device
     refusal: str | None
     unicast: str | None = None
+    linked: bool = False
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Site":
         """That of a fabric."""
         return cls(
-            fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal(), fabric.multicast_refusal()
-        )
+            fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal(), fabric.multicast_refusal(),
+            fabric.linked,
+        )  # fmt: skip
 
     def usable(self, max_sms: int) -> int:
         """SMs of a kernel that takes `max_sms` of a rank at most; 0 stands for all."""

@@ -158,6 +158,8 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
     for (mechanism, schedule, comm_sms), tiling, split in product(
         ways, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
     ):
+        if mechanism == "copy_engine" and problem.k % tiling.tile[2]:  # it copies bytes: `a` would be padded first
+            continue
         plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
         tiles, sms = tiles_of(problem, plan), computing_sms(problem, plan)
         idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)

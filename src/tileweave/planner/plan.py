@@ -54,9 +54,10 @@ class Problem:
 class Plan:
     """How a fused call runs. TypeError for a field of another type.
 
-    mechanism: "tma"; schedule: one that the op has, see its docstring; tile: (rows, columns, K step) of a CTA; stages:
-    depth of the operand ring; split: CTAs that share a tile of the last wave; comm_sms: SMs that only communicate, as
-    inter-SM schedules need; predicted_us: microseconds by the cost model, None for a plan made by hand.
+    mechanism: "tma", "register", "copy_engine" or "multimem"; schedule: both as the op has them, see its docstring;
+    tile: (rows, columns, K step) of a CTA; stages: depth of the operand ring; split: CTAs that share a tile of the last
+    wave; comm_sms: SMs that only communicate, as inter-SM schedules need; predicted_us: microseconds by the cost
+    model, None for a plan made by hand.
     """
 
     mechanism: str = "tma"

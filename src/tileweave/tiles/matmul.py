@@ -99,8 +99,8 @@ def make_matmul(
     which are ROWS x WIDTH; that of `b_desc` is as wide as an accumulator. `tiles` is how many output tiles the whole grid
     computes, the first `whole` of them alone.
 
-    A whose boxes have fewer rows than a tile has no more: the rows below are multiplied as zeros. TMA would fill them at
-    each step, which takes it longer than to load as many."""
+    A whose boxes have fewer rows than a tile has no more: the rows below are nobody's, and zero at first. TMA would fill
+    them at each step, which takes it longer than to load as many."""
     DIMS: gl.constexpr = len(c_desc.block_shape)
     ROWS: gl.constexpr = c_desc.block_shape[DIMS - 2]
     HALVES: gl.constexpr = BM // ROWS
@@ -188,10 +188,11 @@ def unit(mm, u):
 
 @gl.jit
 def grouped_order(t, rows, cols, GROUP: gl.constexpr):
-    """(row, column) of the t-th of rows x cols tiles, GROUP rows at a time, so that a wave's operands stay in L2."""
+    """(row, column) of the t-th of rows x cols tiles, GROUP rows at a time, so that a wave's operands stay in L2; of any
+    tile beyond the last one, as a storer asks which comes next before it knows that there is none."""
     width = GROUP * cols
     first = (t // width) * GROUP
-    height = gl.minimum(rows - first, GROUP)
+    height = gl.maximum(gl.minimum(rows - first, GROUP), 1)
     return first + (t % width) % height, (t % width) // height
 
 

@@ -11,10 +11,9 @@ from tileweave.tiles.matmul import grouped_order
 
 @gl.jit
 def tile_at(work, t):
-    """Row and column of the t-th tile of an owner, in his columns; beyond the last one, of any."""
+    """Row and column of the t-th tile of an owner, in his columns."""
     mm = work.matmul
-    tall, wide = gl.cdiv(work.rows, mm.BM), gl.cdiv(work.cols, mm.BN)
-    i, j = grouped_order(t % (tall * wide), tall, wide, work.GROUP)
+    i, j = grouped_order(t, gl.cdiv(work.rows, mm.BM), gl.cdiv(work.cols, mm.BN), work.GROUP)
     return i * mm.BM, j * mm.BN
 
 

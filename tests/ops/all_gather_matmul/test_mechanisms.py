@@ -14,9 +14,10 @@ from tests.ops.all_gather_matmul.problems import (
     run_calls,
     way_name,
 )
+from tileweave.fabric import fabric_of
 from tileweave.fabric.base import ABORT, HEADER_WORDS
 from tileweave.ops.all_gather_matmul import places
-from tileweave.ops.all_gather_matmul.check import impossible
+from tileweave.ops.all_gather_matmul.check import impossible, settle
 from tileweave.ops.contract import Site
 from tileweave.planner.all_gather_matmul import Problem, unsupported
 
@@ -172,9 +173,31 @@ def test_virtual_ranks_leave_sms_to_the_copies():
     """Copies within one GPU would wait for ever behind the kernels that wait for them."""
     site = Site("virtual", 2, 66, torch.device("cuda"), None)
     none, one = plan(**COPY), plan(mechanism="copy_engine", comm_sms=1)
-    assert "leaves each rank 1 at least" in impossible(site, none) and impossible(site, one) is None
-    assert impossible(site._replace(backend="processes"), none) is None
+    assert "ranks that share one leave 1 at least" in impossible(site, none) and impossible(site, one) is None
+    assert impossible(site._replace(backend="processes"), none) is not None  # on one GPU
+    assert impossible(site._replace(backend="processes", linked=True), none) is None
     assert impossible(site._replace(world=1), none) is None
+
+
+def test_a_launch_is_kept_with_the_channel_that_it_goes_through(monkeypatch):
+    """What the planner chooses decides on the channel; once that has grown, launches of before are forgotten."""
+    monkeypatch.setattr("tileweave.ops.all_gather_matmul.check.plan_for", lambda problem: plan(**COPY))
+    settle.cache_clear()
+    calls = [operands(2, rows, [72], 64, seed=i) for i, rows in enumerate((8, 64, 64, 512, 64))]
+
+    def rank_program(rank, group):
+        made = []
+        for a, b, _ in calls:
+            outs = tw.all_gather_matmul(a[rank], b[rank], group)
+            made.append((outs, [len(fabric_of(group).views(each) or ()) for each in places.CHANNELS]))
+        return made
+
+    with tw.virtual_world(2, device="cpu", sms=2) as w:
+        made = list(zip(*w.run(rank_program), strict=True))
+    settle.cache_clear()
+    for of_ranks, (a, b, _) in zip(made, calls, strict=True):
+        assert_right([outs for outs, _ in of_ranks], a, b)
+    assert [kept for (_, kept), _ in made] == [[0, 1], [0, 1], [0, 1], [0, 1], [0, 2]]
 
 
 def test_multimem_needs_multicast():

@@ -174,9 +174,9 @@ def impossible(site: Site, plan: Plan) -> str | None:
         return None
     if plan.mechanism == "multimem" and site.unicast:
         return f"plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do"
-    if plan.mechanism == "copy_engine" and site.backend == "virtual" and plan.comm_sms < 1:
+    if plan.mechanism == "copy_engine" and not site.linked and site.backend != "emulated" and plan.comm_sms < 1:
         return (
-            "plan.comm_sms=0: copies within one GPU need SMs, so on virtual ranks copy_engine leaves each rank 1 at "
+            "plan.comm_sms=0: copies within one GPU need SMs, so ranks that share one leave 1 at "
             "least, for which comm_sms counts"
         )
     return None
@@ -185,8 +185,7 @@ def impossible(site: Site, plan: Plan) -> str | None:
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     usable = site.usable(call.max_sms)
-    linked = site.backend == "processes"
-    return Problem(call.rows, call.ns, call.k, site.world, usable, linked, call.dtype.itemsize)
+    return Problem(call.rows, call.ns, call.k, site.world, usable, site.linked, call.dtype.itemsize)
 
 
 def unaddressable(call: Call) -> str | None:

@@ -30,7 +30,7 @@ def all_gather_matmul(
 
     Args:
         a: `[M / world, K]`, bfloat16, float16 or, with scales, float8_e4m3fn, any strides; rows in one piece cost no
-            copy. M may be 0.
+            copy, or, where the copy engine sends them, rows one behind the other. M may be 0.
         b: `[K, N_local]`, dtype and device of `a`; a transposed weight (`w.t()`) costs no copy. Or a list of one to
             three such, of any widths (q, k and v projections), which share the gather and the kernel; they cost no copy
             if they have one stride order. Shapes are the same on every rank.

@@ -21,7 +21,7 @@ import torch
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.all_gather_matmul.check import NAME, check, check_kinds, settle
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
-from tileweave.ops.all_gather_matmul.places import channel_name
+from tileweave.ops.all_gather_matmul.places import CHANNELS, channel_name
 from tileweave.ops.contract import FP8, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.registration import (
@@ -61,8 +61,7 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
     if scale_a is not None or scale_b:
         scales = scale_a, scale_b
         kinds += kind(scale_a), *map(kind, scale_b)
-    channel = channel_name(plan)
-    prepared = recall(fabric, channel, kinds, a)
+    prepared = next(filter(None, (recall(fabric, each, kinds, a) for each in CHANNELS)), None)
     if prepared is not None:
         return prepared.launch(fabric, a, b, bias, scales)
     check_kinds(a, b, bias, return_gathered, plan, max_sms, False, scale_a, scale_b)
@@ -75,7 +74,7 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
     if route.plan is None:
         return unfused(fabric, call, a, b, bias, scales)
     results, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
-    remember(fabric, channel, kinds, agreement, prepared)
+    remember(fabric, channel_name(route.plan), kinds, agreement, prepared)
     return results
 
 

@@ -127,8 +127,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     usable = site.usable(call.options.max_sms)
-    linked = site.backend == "processes"
-    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, linked, site.unicast is None)
+    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, site.linked, site.unicast is None)
 
 
 def unaddressable(call: Call) -> str | None:

@@ -40,7 +40,7 @@ def matmul_all_reduce(
         norm_weight: `[N]`, dtype of `a`, with `residual` only: also return the normed sum.
         norm_eps: is added to the mean of the squares under the root.
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Schedules: "one_shot", every rank gets
-            all ranks' parts and sums them; "intra_sm", every rank sums a share of the rows, which all fetch from it;
+            all ranks' parts and sums them; "intra_sm", every rank sums a share of the columns, which all fetch from it;
             "none", first the matmul, then an `all_reduce`, which is also what a world of one has.
         max_sms: the kernel uses at most so many SMs, at least 1, the same on all ranks; None: all that this rank has.
 

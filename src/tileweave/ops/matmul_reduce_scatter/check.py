@@ -140,7 +140,7 @@ def problem_of(site: Site, call: Call) -> Problem:
         call.out_dtype.itemsize,
         site.usable(call.max_sms),
         call.deterministic,
-        linked=site.backend == "processes",
+        linked=site.linked,
         operand_bytes=call.dtype.itemsize,
     )
 

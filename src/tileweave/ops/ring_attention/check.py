@@ -144,5 +144,4 @@ def problem_of(site: Site, call: Call) -> Problem | None:
     rows = s.rows // pieces(call.placement)
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
     gathered = 8 * (site.world - 1) * s.batch * s.kv_heads * s.kv_rows * dim if blocks_at_most(site.world, True) else 0
-    linked = site.backend == "processes"
-    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, linked, gathered)
+    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, site.linked, gathered)

@@ -119,4 +119,4 @@ def problem_of(site: Site, call: Call) -> Problem | None:
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
     moved = 2 * s.heads * s.rows + 2 * max(s.kv_heads, site.world) * s.kv_rows
     sent = 2 * s.batch * moved * dim * (site.world - 1) // site.world
-    return Problem(NAME, dim, s.rows, site.world, site.sms or H200.sms, flops, sent, site.backend == "processes")
+    return Problem(NAME, dim, s.rows, site.world, site.sms or H200.sms, flops, sent, site.linked)
