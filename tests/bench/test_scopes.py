@@ -25,11 +25,19 @@ def like(op, world, size=4096):
 @pytest.mark.parametrize("world, sms, linked", [(2, 66, False), (8, 16, False), (2, 132, True), (8, 132, True)])
 def test_every_schedule_of_an_op_is_measured(op, world, sms, linked):
     a, b = like(op, world)
-    plans = plans_of(op, a, b, world, sms, linked)
+    plans = plans_of(op, a, b, world, sms, linked, False, ())
     assert {plan.schedule for plan in plans.values()} >= set(SCHEDULES[op])
     problem = OPS[op].problem(a, b, world, sms, linked)
     assert not any(OPS[op].planner.unsupported(problem, plan) for plan in plans.values())
     assert {plan.comm_sms for plan in plans.values() if plan.schedule == "inter_sm"} != {0}
+
+
+def test_plans_by_name_and_those_of_the_fabric_where_it_has_multicast():
+    a, b = like("all_gather_matmul", 2)
+    everywhere = plans_of("all_gather_matmul", a, b, 2, 132, True, True, ())
+    assert {name.split()[0] for name in everywhere} == {"tma", "register", "copy_engine", "multimem"}
+    few = plans_of("all_gather_matmul", a, b, 2, 132, True, False, ("copy", "tma inter_sm 4", "multimem"))
+    assert {name.split()[0] for name in few} == {"copy_engine", "tma"} and "tma inter_sm 4" in few
 
 
 def test_a_truth_is_that_of_each_rank():

@@ -17,6 +17,7 @@ MUTANTS = {
     # where parts go
     "the last owner of a part left out": (KERNEL, [("    for i in range(owners):", "    for i in range(owners - 1):")], "RW"),
     "rows of the next rank": (KERNEL, [("first - owner * rows, col, buf", "first - (owner + 1) * rows, col, buf")], "RPW"),
+    "sent to an owner too many, above the rows that his places have": (KERNEL, [("first // rows + 1\n", "first // rows + 2\n")], "P"),
     "rows counted from the tile's first": (KERNEL, [("first - owner * rows, col, buf", "gl.maximum(first - owner * rows, 0), col, buf")], "RW"),
     "sends into the other slot": (KERNEL, [("    slot = epoch & 1\n", "    slot = 1 - (epoch & 1)\n")], "RW"),
     "one slot for all calls": (KERNEL + " " + SUMS, [("    slot = epoch & 1\n", "    slot = epoch & 0\n"), ("    place = (epoch & 1) * sums", "    place = (epoch & 0) * sums")], "R"),
@@ -38,7 +39,6 @@ MUTANTS = {
     "reads the epoch behind the tiles": (KERNEL, [("slot_stride // LINE), epoch)", "slot_stride // LINE), this_epoch(mm))")], "RD"),
     # harmless
     "sums from the last row on": (SUMS, [("        row = item // pieces\n", "        row = extras.m - 1 - item // pieces\n")], None),
-    "sent to an owner too many, who has none of its rows": (KERNEL, [("first // rows + 1\n", "first // rows + 2\n")], None),
     "owners of a part in order": (KERNEL, [("(rank + i) % owners", "i")], None),
 }  # fmt: skip
 
