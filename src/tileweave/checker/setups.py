@@ -68,7 +68,7 @@ _SETUPS: dict[str, list[Setup]] = {
         ("inter_sm", _RAGGED, 4, _plan("inter_sm", comm_sms=2, tile=(128, 64, 64))),
         ("multimem", _RAGGED, 4, _plan("inter_sm", "multimem", 2, (128, 64, 64))),
         ("normed", _FEW, 2, {**_plan("intra_sm", tile=(64, 64, 64)), "normed": True}),
-        ("split", _SPLIT, 9, _plan("intra_sm", split=3)),
+        ("split", _SPLIT, 18, _plan("intra_sm", split=3)),
         ("none", _FEW, 2, {**_plan("none", tile=(64, 64, 64)), "transposed": True}),
     ],
     "all_gather": _PARTS,
