@@ -254,7 +254,7 @@ def keep(work, at, owner, row, col, step):
 def locate_joined(work, t):
     """JOINED: the t-th tile of all rows, which the results have as one."""
     mm, rows = work.matmul, work.rows * work.flags.world
-    i, j = grouped_order(t % mm.tiles, gl.cdiv(rows, mm.BM), col_tiles(work), work.GROUP)
+    i, j = grouped_order(t, gl.cdiv(rows, mm.BM), col_tiles(work), work.GROUP)
     return gl.to_tensor(0), i * mm.BM, i * mm.BM, j * mm.BN
 
 

@@ -243,7 +243,7 @@ def locate_in_whole(work, t):
     """ONE_SHOT: the t-th tile of the whole product, its row counted from this rank's first."""
     mm, own = work.matmul, work.flags.rank * work.rows
     tall, wide = gl.cdiv(work.rows * work.flags.world, mm.BM), gl.cdiv(work.n, mm.BN)
-    i, j = grouped_order(t % mm.tiles, tall, wide, work.GROUP)
+    i, j = grouped_order(t, tall, wide, work.GROUP)
     return work.flags.rank, i * mm.BM, i * mm.BM - own, j * mm.BN
 
 
