@@ -64,10 +64,10 @@ def test_the_prediction_is_no_better_than_each_limit():
     assert predicted(BIG) >= flop / 989e6  # what the tensor cores could do
     thin = dataclasses.replace(BIG, k=8)
     sent = BIG.m * BIG.n * 2 * 3 / 4
-    assert predicted(thin) >= sent / (H200.link_gbs * 1e3)
+    assert predicted(thin) >= sent / (H200.link_gb_per_s * 1e3)
     assert predicted(dataclasses.replace(thin, linked=False)) < predicted(thin)
     few = dataclasses.replace(BIG, m=128, n=57344, k=8192, world=1)
-    assert predicted(few) >= 57344 * 8192 * 2 / (H200.memory_gbs * 1e3)
+    assert predicted(few) >= 57344 * 8192 * 2 / (H200.memory_gb_per_s * 1e3)
 
 
 @pytest.mark.parametrize(

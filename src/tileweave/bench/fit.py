@@ -40,7 +40,7 @@ def points(row: dict) -> list[tuple[str, int, tuple, float, float]]:
         tile = (bm, bn, STEP_BYTES // size_of)
         work = work_of(tiles_of(m, n, 1, tile), -(-k // tile[2]), int(split), H200.sms)
         moved = operand_bytes(m, n, k, tile, H200.sms) * size_of / 2 + 2 * m * n
-        memory = H200.launch_us + moved / (H200.memory_gbs * 1e3)
+        memory = H200.launch_us + moved / (H200.memory_gb_per_s * 1e3)
         found.append((f"{size}/{stages}", int(split), work, median, memory))
     return found
 

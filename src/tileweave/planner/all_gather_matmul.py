@@ -128,7 +128,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
         each = operand_bytes(problem.rows, n, problem.k, plan.tile, sms, hardware)
         moved = max(moved, problem.world * each)
     moved = moved * problem.operand_bytes / 2 + 2 * m * n
-    memory = hardware.launch_us + moved / (hardware.memory_gbs * min(sms, tiles) / hardware.sms * 1e3)
+    memory = hardware.launch_us + moved / (hardware.memory_gb_per_s * min(sms, tiles) / hardware.sms * 1e3)
     if problem.world == 1:
         return overlapped(compute, memory) + exchange
     sent = problem.operand_bytes * problem.rows * problem.k * (problem.world - 1)
@@ -136,7 +136,7 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
         send = COPY_START_US + sent / (COPY_GBS * 1e3)
     else:
         rate = plan.comm_sms * SM_GBS
-        send = hardware.launch_us + sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
+        send = hardware.launch_us + sent / ((min(rate, hardware.link_gb_per_s) if problem.linked else rate) * 1e3)
     multiply = overlapped(compute, memory) + exchange
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
     if plan.schedule in ("none", "one_shot"):

@@ -91,7 +91,7 @@ def predict_us(problem: Problem, plan: Plan, hardware: Hardware = H200) -> float
     if problem.world == 1:
         return compute
     rate = plan.comm_sms * SM_GBS
-    send = hardware.launch_us + problem.sent / ((min(rate, hardware.link_gbs) if problem.linked else rate) * 1e3)
+    send = hardware.launch_us + problem.sent / ((min(rate, hardware.link_gb_per_s) if problem.linked else rate) * 1e3)
     return overlapped(compute, send) + hardware.sync_us
 
 

@@ -143,8 +143,8 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     """
     tiles, sms = count_tiles(problem, plan), computing(problem, plan)
     compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
-    memory_rate = hardware.memory_gbs * 1e3 * problem.sms / hardware.sms
-    link_rate = hardware.link_gbs * 1e3
+    memory_rate = hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms
+    link_rate = hardware.link_gb_per_s * 1e3
     result = 2.0 * problem.m * problem.n
     peers, shots = problem.world - 1, SHOTS[plan.schedule]
     # What a rank sends, and as much comes; two shots: to, and then from, an owner of whole columns. In the fabric

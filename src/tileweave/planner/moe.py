@@ -50,7 +50,7 @@ def predict_us(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H20
     compute = tiling.compute_us(tiles, max(math.ceil(problem.k / tiling.tile[2]), 1), 1, problem.sms)
     weights = min(problem.experts, problem.rows) * problem.k * problem.n
     moved = 2.0 * (weights + problem.rows * (problem.k + problem.n))
-    memory = moved / (hardware.memory_gbs * 1e3 * problem.sms / hardware.sms)
+    memory = moved / (hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms)
     return hardware.launch_us + overlapped(compute, memory)
 
 

@@ -210,10 +210,10 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
         moved = max(moved, problem.world * each)
     moved *= problem.operand_bytes / 2
     moved += problem.m * problem.n * problem.message_bytes
-    memory_rate = hardware.memory_gbs * 1e3 * problem.sms / hardware.sms
+    memory_rate = hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms
     memory = hardware.launch_us + moved / memory_rate
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
-    link = hardware.launch_us + sent / (hardware.link_gbs * 1e3) if problem.linked else 0.0
+    link = hardware.launch_us + sent / (hardware.link_gb_per_s * 1e3) if problem.linked else 0.0
     behind = hardware.sync_us if problem.world > 1 else 0.0
     if plan.schedule == "one_shot":
         summed = rows * problem.n * problem.message_bytes * (problem.world + 1)
