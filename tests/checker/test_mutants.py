@@ -78,13 +78,13 @@ def test_what_comes_of_a_mutant_depends_on_nothing_else(of_all_gather):
 def test_a_rotating_sample_is_caught_or_explained(op):
     day = int(os.environ.get("TILEWEAVE_MUTANTS_SEED", time.time() // 86400))
     figures = catalogue.run(op, schedules=catalogue.SCHEDULES, sample=SAMPLE, seed=day, seconds=60)
-    unexplained = [m["key"] for m in figures["mutants"] if not m["caught"] and not tables.reason(m["key"])]
+    unexplained = [m["key"] for m in figures["mutants"] if not m["caught"] and not tables.reason(op, m["key"])]
     assert figures["mutants"] and not unexplained, f"day {day}"
 
 
 @pytest.mark.parametrize("figures", FIGURES, ids=lambda figures: figures["op"])
 def test_no_survivor_of_a_full_run_is_unexplained(figures):
-    left = [m["key"] for m in figures["mutants"] if not m["caught"] and not tables.reason(m["key"])]
+    left = [m["key"] for m in figures["mutants"] if not m["caught"] and not tables.reason(figures["op"], m["key"])]
     assert not left
     caught = [m for m in figures["mutants"] if m["caught"]]
     assert sum(m["after"] <= 5 for m in caught) >= 0.95 * len(caught)

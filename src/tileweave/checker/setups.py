@@ -52,7 +52,8 @@ _SETUPS: dict[str, list[Setup]] = {
         ("one_shot", _OWNED, 3, _plan("one_shot", tile=(128, 64, 64))),
     ],
     "all_gather_matmul": [
-        ("inter_sm", _GATHERED, 3, _plan("inter_sm", comm_sms=1)),
+        # As above, and more items in two blocks than waits for stores may leave in flight.
+        ("inter_sm", _GATHERED | {"m": 3 * 264, "n": 72}, 4, _plan("inter_sm", comm_sms=2, tile=(128, 64, 64))),
         ("intra_sm", _GATHERED, 3, {**_plan("intra_sm", comm_sms=1), "return_gathered": True}),
         ("one_shot", _OWNED, 3, {**_plan("one_shot", comm_sms=1, tile=(128, 64, 64)), "return_gathered": True}),
         ("register", _GATHERED, 4, _plan("inter_sm", "register", 2, (64, 128, 64))),

@@ -17,9 +17,10 @@ _REASONS = json.loads(Path(__file__).with_name("harmless.json").read_text())
 SITUATIONS = json.loads(Path(__file__).with_name("situations.json").read_text())
 
 
-def reason(key: str) -> str | None:
-    """Why a mutant that survives is harmless; None if nobody has said so."""
-    return next((why for pattern, why in _REASONS.items() if re.search(pattern, key)), None)
+def reason(op: str, key: str) -> str | None:
+    """Why a mutant that survives the setups of an op is harmless; None if nobody has said so. A pattern is looked for in
+    the op's name, ": " and the key, as device code that ops share may need a statement in one of them only."""
+    return next((why for pattern, why in _REASONS.items() if re.search(pattern, f"{op}: {key}")), None)
 
 
 def page(text: str, folder: Path) -> str:
@@ -78,7 +79,7 @@ def _summary(figures: list[dict[str, Any]]) -> str:
         judged = each["mutants"]
         caught = [one for one in judged if one["caught"]]
         soon = sum(one["after"] <= 5 for one in caught)
-        why = [reason(one["key"]) for one in judged if not one["caught"]]
+        why = [reason(each["op"], one["key"]) for one in judged if not one["caught"]]
         kinds = ", ".join(f"{kind} {n}" for kind, n in Counter(one["caught"] for one in caught).most_common())
         rows.append([
             each["op"], f"{len(judged)} of {each['of']}", f"{len(caught)}", f"{soon}", kinds,
@@ -94,7 +95,7 @@ def _survivors(figures: dict[str, Any]) -> str:
             _code(one["key"].rpartition(" [")[0]),
             one["operator"],
             f"{one['after']}",
-            reason(one["key"]) or "**unexplained**",
+            reason(figures["op"], one["key"]) or "**unexplained**",
         ]
         for one in figures["mutants"]
         if not one["caught"]
