@@ -21,6 +21,6 @@ def test_what_stands_for_it_is_there(situation):
     if situation.get("protocol"):
         assert situation.get("mutants") or situation.get("planted")
     for pattern in situation.get("mutants", []):
-        judged = standing_for({"mutants": [pattern]}, FIGURES)
-        survived = [one["key"] for one in judged if not one["caught"]]
-        assert len(survived) < len(judged) and all(map(reason, survived)), survived
+        judged = standing_for([pattern], FIGURES)
+        survived = [(op, one["key"]) for op, one in judged if not one["caught"]]
+        assert len(survived) < len(judged) and all(reason(op, key) for op, key in survived), survived

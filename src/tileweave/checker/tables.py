@@ -18,8 +18,8 @@ SITUATIONS = json.loads(Path(__file__).with_name("situations.json").read_text())
 
 
 def reason(op: str, key: str) -> str | None:
-    """Why a mutant that survives the setups of an op is harmless; None if nobody has said so. A pattern is looked for in
-    the op's name, ": " and the key, as device code that ops share may need a statement in one of them only."""
+    """Why a mutant that survives an op's setups is harmless; None if nobody has said so. A pattern is looked for in the
+    op's name, ": " and the key: device code that ops share may need a statement in one of them only."""
     return next((why for pattern, why in _REASONS.items() if re.search(pattern, f"{op}: {key}")), None)
 
 
@@ -41,16 +41,20 @@ def _filled(text: str, name: str, made: str) -> str:
     return block.sub(lambda found: found[1] + made + found[2], text)
 
 
-def standing_for(situation: dict[str, Any], figures: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The judged mutants that are a situation's fault."""
-    patterns = situation.get("mutants", [])
-    return [one for each in figures for one in each["mutants"] if any(re.search(p, one["key"]) for p in patterns)]
+def standing_for(patterns: list[str], figures: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """The judged mutants, each with its op, that a situation's patterns name as its fault."""
+    return [
+        (each["op"], one)
+        for each in figures
+        for one in each["mutants"]
+        if any(re.search(pattern, one["key"]) for pattern in patterns)
+    ]
 
 
 def _situations(figures: list[dict[str, Any]]) -> str:
     rows = []
     for each in SITUATIONS:
-        judged = standing_for(each, figures)
+        judged = [one for _, one in standing_for(each.get("mutants", []), figures)]
         shown = []
         if judged:
             caught = Counter(one["caught"] for one in judged if one["caught"])
