@@ -15,6 +15,9 @@ import torch
 from tests.compiling_variants import tiling_name
 from tileweave import Plan
 from tileweave.bench.compile import compile_report
+from tileweave.bench.probe.copies import NAIVE, Arena, Copy
+from tileweave.bench.probe.kernel import mbarrier_kernel
+from tileweave.bench.probe.latency import HandOver
 from tileweave.fabric.base import BLOCK_WORDS, STATE_WORDS, Channel, Fabric
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.descriptors import describe
@@ -97,6 +100,18 @@ def words() -> dict:
     return compile_report(w.every_primitive, (0, pt, x, 1 << 40, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
 
 
+def launched(call) -> dict:
+    """What is launched on one of two ranks."""
+    fabric = CompilingFabric(2)
+    call(fabric)
+    return fabric.reports[0]
+
+
+def probed(copy) -> dict:
+    """A copy of `tileweave probe`."""
+    return launched(lambda fabric: Arena(fabric, 4 << 20).enqueue(copy, 3))
+
+
 INTER_SM = Plan(schedule="inter_sm", comm_sms=8)
 ONE_SHOT = Plan(schedule="one_shot", tile=(64, 128, 64), stages=8)
 VARIANTS = {
@@ -154,6 +169,14 @@ VARIANTS = {
         for split in (1, 2)
     },
     "words": words,
+    "probe: TMA, 16 KB tiles": lambda: probed(Copy("tma", "put", 1 << 20, 16384, 16)),
+    "probe: TMA, 1 KB tiles": lambda: probed(Copy("tma", "get", 1 << 20, 1024, 16, ways=2)),
+    "probe: registers": lambda: probed(Copy("register", "put", 4 << 20, 16, 16)),
+    "probe: the naive way": lambda: probed(Copy("naive", "put", 1 << 20, 4, 16, naive=NAIVE)),
+    "probe: flags": lambda: launched(lambda fabric: HandOver(fabric, True).enqueue(10)),
+    "probe: mbarriers": lambda: launched(
+        lambda fabric: fabric.launch(mbarrier_kernel, 1, (meta(1, dtype=torch.int32), 10), num_warps=4)
+    ),
 }
 
 if __name__ == "__main__":

@@ -33,4 +33,10 @@ NAMES = (
     "one shot, shared tiles",
     *(tiling_name(tiling, split) for tiling in TILINGS for split in (1, 2)),
     "words",
+    "probe: TMA, 16 KB tiles",
+    "probe: TMA, 1 KB tiles",
+    "probe: registers",
+    "probe: the naive way",
+    "probe: flags",
+    "probe: mbarriers",
 )

@@ -15,7 +15,7 @@ ROOMS = {
     "fabric": {"emulator", "lang"},
     "ops": {"planner", "tiles", "fabric", "lang"},
     "nn": {"ops", "fabric"},
-    "bench": {"ops", "planner", "fabric", "emulator", "lang", FACE},
+    "bench": {"ops", "planner", "tiles", "fabric", "emulator", "lang", FACE},
     "checker": {"ops", "planner", "tiles", "fabric", "emulator", "lang", FACE},
     "cli": {"checker", "bench", "ops", "planner", "fabric", "emulator", "lang", FACE},
     FACE: {"ops", "planner", "fabric"},

@@ -18,7 +18,7 @@ from rich.console import Console
 from tileweave import FabricTimeout, __version__
 from tileweave.cli import check as checking
 from tileweave.cli import doctor as machine
-from tileweave.cli import show
+from tileweave.cli import probing, show
 from tileweave.cli.environment import check_environment, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.ops import OPS
@@ -110,6 +110,27 @@ def check(
     if as_json:
         _print_json(report.to_dict())
     return 0 if report.ok else WRONG
+
+
+@app.command()
+def probe(
+    context: typer.Context,
+    json_file: probing.File = None,
+    ranks: probing.Ranks = None,
+    seconds: probing.Seconds = probing.SECONDS,
+    png: probing.Picture = None,
+) -> int:
+    """Measure this machine's GPUs and links: a hardware profile for the planner."""
+    check_environment()
+    ranks = probing.choose(ranks)
+    probing.check(seconds, png, ranks)
+    if needs_processes(ranks, "auto"):
+        return start_processes(ranks, context.obj)
+    profile = probing.probe_here(_console(), ranks, seconds)
+    if profile is not None:
+        probing.show(_console(), profile)
+        probing.write(profile, json_file, png)
+    return 0
 
 
 @app.command()
