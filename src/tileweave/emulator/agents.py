@@ -40,7 +40,7 @@ class CTA:
         self.world, self.rank, self.id, self.launch = world, rank, id, launch
         self.index, self.grid, self.num_warps = index, grid, num_warps
         self.lanes: list[int] = []  # per lane, the last event handed out (asynchronous lanes)
-        self.shared: list = []
+        self.shared: list = []  # memories of the CTA alone, also those in tensor memory
         self.ops, self.ended = 0, False
         self.final, self.stream = Clock.starting(past), stream
         self.waiters: list = []
@@ -89,6 +89,9 @@ class Partition(greenlet):
         self.lanes: list[int] = []  # lanes of the asynchronous operations that it issues
         self.stores: list = []  # bulk stores that no full wait has covered
         self.mmas: list = []  # wgmma in flight
+        self.product: Any = None  # the latest tcgen05.mma,
+        self.products: dict[Any, Any] = {}  # that of each accumulator,
+        self.issued: dict[int, int] = {}  # and of each of their lanes the last event
         self.elected: list[tuple[int, int]] = []  # completions that only the elected thread knows of
         self.barriers = 0  # among its threads, so far
         self.dirty: dict[Any, str] = {}  # shared memory touched since the last barrier

@@ -25,17 +25,23 @@ def allocate_shared_memory(element_ty, shape, layout, value=None):
     me, dtype = getcurrent(), DTYPES[element_ty]
     fill = float("nan") if dtype.is_floating_point else -1
     t = torch.full([int(n) for n in shape], fill, dtype=dtype)
-    place = Place(me, "allocation")
-    name = re.match(r"\s*(\w+)\s*=", linecache.getline(place.code.co_filename, place.line)) if place.code else None
-    memory = Memory(me.world, name.group(1) if name else f"of line {place.line}", "shared", t)
+    name, place = new_memory(me)
+    memory = Memory(me.world, name, "shared", t)
     me.cta.shared.append(memory)
-    used = sum(m.tensor.nbytes for m in me.cta.shared)
+    used = sum(m.tensor.nbytes for m in me.cta.shared if m.space == "shared")
     if used > SHARED_LIMIT:
         raise ProtocolError(f"{used} bytes of shared memory, of which a CTA can have {SHARED_LIMIT}: {place}")
     view = View(memory, t)
     if value is not None:
         view.store(value)
     return view
+
+
+def new_memory(me: Partition) -> tuple[str, Place]:
+    """The name of what a kernel is allocating, that of the variable it goes to, and where."""
+    place = Place(me, "allocation")
+    name = re.match(r"\s*(\w+)\s*=", linecache.getline(place.code.co_filename, place.line)) if place.code else None
+    return name.group(1) if name else f"of line {place.line}", place
 
 
 def reinterpret(buf, dtype, shape, layout):
@@ -322,7 +328,7 @@ def warpgroup_mma_init(value):
 
 
 def release_shared_memory(me: Partition) -> None:
-    """At the end of a CTA its shared memory goes to others: whatever still uses it is a race."""
+    """At the end of a CTA its shared and tensor memory goes to others: whatever still uses it is a race."""
     for memory in me.cta.shared:
-        place = Place(me, "release of shared memory at the end of the CTA")
+        place = Place(me, f"release of {memory.space} memory at the end of the CTA")
         memory.access("write", region_of(memory.tensor), me, place)

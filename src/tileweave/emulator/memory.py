@@ -86,14 +86,14 @@ Releases = dict[tuple, Released]  # by scope, and rank (or CTA for scope cta)
 
 
 class Memory:
-    """A storage ("global") or a shared-memory allocation ("shared").
+    """A storage ("global"), or an allocation in shared or tensor memory ("shared", "tensor").
 
     It keeps `tensor` alive, so that its address is not handed out again during a world's life.
     """
 
     def __init__(self, world: World, name: str, space: str, tensor: torch.Tensor):
         self.world, self.name, self.space, self.tensor = world, name, space, tensor
-        self.row = SHARED if space == "shared" else GLOBAL
+        self.row = {"shared": SHARED, "global": GLOBAL, "tensor": GENERIC}[space]  # tensor memory has no proxies
         self.groups: dict[Region, Group] = {}
         self._buckets: dict[int, list[Group]] = {}
         self._bucket_bytes = 0

@@ -66,7 +66,7 @@ class View:
     def _derive(self, key, make) -> View:
         view = self._derived.get(key)
         if view is None:
-            view = self._derived[key] = View(self.memory, make(self.t))
+            view = self._derived[key] = type(self)(self.memory, make(self.t))
         return view
 
     def index(self, index) -> View:
@@ -78,7 +78,7 @@ class View:
         n = self.t.shape[0]
         if 0 <= i < n:
             return self._derive(i, lambda t: t[i])
-        return View(self.memory, None, f"index {i} of {self.memory.name}: 0 to {n - 1} are legal")
+        return type(self)(self.memory, None, f"index {i} of {self.memory.name}: 0 to {n - 1} are legal")
 
     def permute(self, order) -> View:
         """Dimensions in another order."""

@@ -1,7 +1,7 @@
 """The vocabulary where Triton is installed: Gluon's words and the communication primitives.
 
 Words carry the names of the newest Gluon; what an older one (3.6 is the oldest supported) names or does
-otherwise is bridged here. Inline PTX is in this file and in _sums.py, nowhere else in the library.
+otherwise is bridged here. Inline PTX is in lang, nowhere else in the library.
 """
 
 import triton
@@ -63,6 +63,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
+from tileweave.lang._asm import asm as _asm
 from tileweave.lang._sums import (
     all_reduce,
     multicast_pointer,
@@ -70,6 +71,16 @@ from tileweave.lang._sums import (
     multimem_load_reduce,
     multimem_store,
     reduce,
+)
+from tileweave.lang._tensor import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_load,
+    tcgen05_mma,
+    tcgen05_store,
+    tensor_memory_descriptor,
+    tensor_memory_registers,
 )
 
 TRITON_VERSION = tuple(int(x) for x in triton.__version__.split(".")[:2])
@@ -202,15 +213,6 @@ def tma_store(desc, coord, buf, _semantic=None):
 def _tma_add(desc, coord, buf, _semantic=None):
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, buf.handle)
-
-
-@_builtin
-def _asm(text, args=(), constraints="", _semantic=None):
-    """PTX for its effect: one throw-away integer result keeps the operation alive."""
-    tail = "," + constraints if constraints else ""
-    _gl.inline_asm_elementwise(
-        text + " mov.u32 $0, 0;", "=r" + tail, list(args), dtype=int32, is_pure=False, pack=1, _semantic=_semantic
-    )
 
 
 # ---------------------------------------------------------------- tiles to and from any rank

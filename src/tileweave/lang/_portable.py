@@ -108,6 +108,14 @@ class DotOperandLayout:
     k_width: Any
 
 
+@dataclass(frozen=True)
+class TensorMemoryLayout:
+    """Layout of a matrix in tensor memory: sizes of its blocks, 32-bit columns between neighbours."""
+
+    block: Any
+    col_stride: int
+
+
 @dataclass
 class TensorDescriptor:
     """Host side of a TMA descriptor; sizes and strides in elements."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from tileweave.bench.litmus import async_kernel, kernel, other_kernel
+from tileweave.bench.litmus import async_kernel, kernel, other_kernel, tensor_kernel
 
 Outcome = tuple[int, ...]
 Outcomes = frozenset[Outcome]
@@ -27,6 +27,7 @@ TMA_PROXY = "Asynchronous copy > Async Proxy"
 BULK_WAIT = "cp.async.bulk.wait_group"
 MBARRIER = "mbarrier > Phase of the mbarrier object"
 WGMMA_PROXY = "wgmma > Async Proxy"
+TENSOR = "tcgen05 > Memory Consistency Model"
 
 
 @dataclass(frozen=True)
@@ -361,4 +362,51 @@ OTHERS = [
     ),
 ]  # fmt: skip
 
-CASES = GENERIC + ASYNC + OTHERS
+
+def tensor(name: str, how: str, section: str, made: Any = tensor_kernel.tensor_products, **more: Any) -> Litmus:
+    """A test of products in tensor memory."""
+    return alone(name, made, dict(HOW=how), ("r0",), section, gpu=False, **more)
+
+
+PRODUCTS = [
+    tensor(
+        "two products, commit, wait, sums", "right", f"{TENSOR} > Pipelined tcgen05 Instructions; tcgen05.commit",
+        allowed=one_of((128,)), never=(64,), shown=one_of((128,)),
+    ),
+    tensor(
+        "product, sums, no wait", "sums", "tcgen05.commit",
+        finding="race on tensor memory whole.*missing: tcgen05_commit|read before anything has written", weak=(0,),
+    ),
+    tensor(
+        "product, operand, no wait", "operand", "tcgen05.commit",
+        finding=f"{SHARED_RACE} a.*tcgen05_commit", weak=(192,),
+    ),
+    tensor(
+        "product, arrival for commit", "arrival", f"{TENSOR} > Asynchronous Operations",
+        finding="race on tensor memory whole.*missing: tcgen05_commit|read before anything has written", weak=(0,),
+    ),
+    tensor("product, no commit", "commit", "tcgen05.commit", finding="deadlock"),
+    tensor(
+        "operand, product without fence", "no fence", "tcgen05.mma > Async Proxy",
+        finding=f"{SHARED_RACE} a.*fence_async_shared between", weak=(0,),
+    ),
+    tensor(
+        "products into columns that overlap", "other columns", f"{TENSOR} > Pipelined tcgen05 Instructions",
+        finding="race on tensor memory whole", weak=(64,),
+    ),
+    tensor(
+        "product onto what nobody wrote", "nobody wrote", "tcgen05.alloc",
+        finding="whole is read before anything has written it",
+    ),
+    tensor("more columns than there are", "too much", "tcgen05.alloc", finding="544 columns of tensor memory"),
+    tensor(
+        "sums read, accumulator given back, next product", "right", f"{TENSOR} > Canonical Synchronization Patterns",
+        tensor_kernel.tensor_reused, allowed=one_of((64,)), never=(128,), shown=one_of((64,)),
+    ),
+    tensor(
+        "sums read, next product", "no release", f"{TENSOR} > Canonical Synchronization Patterns",
+        tensor_kernel.tensor_reused, finding="race on tensor memory acc", weak=(128,),
+    ),
+]  # fmt: skip
+
+CASES = GENERIC + ASYNC + OTHERS + PRODUCTS

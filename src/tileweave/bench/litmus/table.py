@@ -39,14 +39,19 @@ def _row(case: Litmus, seen: Counter[Outcome] | None) -> tuple[str, ...]:
     what = f"`{case.kernel.__name__}`: {case.name}" + (", a rank each" if case.ranks else "")
     must_not = _text(case.never) if case.never else "nothing"
     if case.allowed is None:
-        must_not = "end" if "deadlock" in (case.finding or "") else "nothing: it races"
+        must_not = {"deadlock": "end", "race": "nothing: it races", "misuse": "run"}[_kind(case)]
     if case.finding is None:
         emulator = "shows " + ", ".join(map(_text, sorted(case.shown)))
         if case.weak and case.weak not in case.shown:
             emulator += f"; not {_text(case.weak)}"
     else:
-        emulator = "reports a deadlock" if "deadlock" in case.finding else "reports a race"
+        emulator = f"reports a {_kind(case)}"
     return what, f"`{' '.join(case.results)}`", case.section, must_not, emulator, _gpu(case, seen)
+
+
+def _kind(case: Litmus) -> str:
+    """Of the finding that a test must come to."""
+    return next((kind for kind in ("deadlock", "race") if kind in (case.finding or "")), "misuse")
 
 
 def _gpu(case: Litmus, seen: Counter[Outcome] | None) -> str:
