@@ -14,7 +14,6 @@ done otherwise, by an edit of its source; results are then wrong, or right by lu
 
 import argparse
 import importlib.util
-import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,8 +22,9 @@ from typing import Any
 
 import torch
 
+from tileweave.bench.harness import write
 from tileweave.bench.matmul_reduce_scatter import record
-from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.measure import interleaved
 from tileweave.bench.recording import together
 from tileweave.fabric import virtual_world
 from tileweave.ops.matmul_reduce_scatter import launch
@@ -115,8 +115,7 @@ def main() -> None:
             base = row["ablations_ms"]["op"][0]
             told = "  ".join(f"{name} {100 * (t[0] / base - 1):+.1f}%" for name, t in row["ablations_ms"].items())
             print("W={} M={} N={} K_local={}:".format(*shape), f"op {base:.3f} ms; against it: {told}", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    write(options.json, rows)
 
 
 if __name__ == "__main__":

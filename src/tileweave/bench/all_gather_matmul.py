@@ -13,16 +13,15 @@ bytes with fewer SMs to multiply, N_local is W times what it would be on W GPUs.
 Each contender is checked against a float32 truth first. Prints a table and writes JSON where --json says.
 """
 
-import argparse
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
-from tileweave.bench.measure import interleaved, machine
-from tileweave.bench.recording import Recorder, together
+from tileweave.bench.harness import Bench, Row, main
+from tileweave.bench.matmul_reduce_scatter import label, work
+from tileweave.bench.measure import interleaved
+from tileweave.bench.recording import Recorder, poisoned, together
 from tileweave.fabric import virtual_world
 from tileweave.fabric.virtual import VirtualWorld
 from tileweave.ops.all_gather_matmul import reference
@@ -34,7 +33,7 @@ from tileweave.planner import Plan
 from tileweave.planner.all_gather_matmul import Problem, plan_for
 
 # W, M, N_local, K: the paper's (N, N / 8, N) with N_local times W.
-SHAPES = [(w, n, n * w // 8, n) for n in (4096, 8192, 16384) for w in (2, 4, 8)]
+SHAPES = [dict(world_size=w, m=n, n=n * w // 8, k=n) for n in (4096, 8192, 16384) for w in (2, 4, 8)]
 
 
 def record(world, a: list, b: list, alone: bool, plan: Plan, max_sms: int = 0):
@@ -51,7 +50,7 @@ def record(world, a: list, b: list, alone: bool, plan: Plan, max_sms: int = 0):
     return [launch for step in zip(*kept, strict=True) for launch in step], outs, streams
 
 
-def contenders_of(world: VirtualWorld, a: list, b: list, plan: Plan, more_comm_sms: list[int]) -> dict:
+def contenders_of(world: VirtualWorld, a: list, b: list, plan: Plan, more_comm_sms: Sequence[int]) -> dict:
     """What `record` makes of each contender but cublas."""
     whole = [torch.cat(a) for _ in a]  # a copy for each rank, as each has one in its slot
     alone = replace(plan, comm_sms=0, split=1)
@@ -69,7 +68,7 @@ def contenders_of(world: VirtualWorld, a: list, b: list, plan: Plan, more_comm_s
     return made
 
 
-def measure(world_size: int, m: int, n: int, k: int, rounds: int, more_comm_sms: list[int]) -> dict:
+def measure(world_size: int, m: int, n: int, k: int, rounds: int, comm_sms: Sequence[int] = ()) -> Row:
     """One row: errors against float32 on fresh data with poisoned results, then times."""
     rows = m // world_size
     a = [torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(world_size)]
@@ -80,12 +79,9 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, more_comm_sms:
         plan = plan_for(Problem(rows, (n,), k, world_size, world.sms, linked=False))
         contenders: dict[str, Callable[[], None]] = {}
         errors: dict[str, float] = {}
-        for name, (launches, outs, streams) in contenders_of(world, a, b, plan, more_comm_sms).items():
+        for name, (launches, outs, streams) in contenders_of(world, a, b, plan, comm_sms).items():
             contenders[name] = together(launches, streams)
-            for out in outs:
-                out.fill_(float("nan"))
-            contenders[name]()
-            torch.cuda.synchronize()
+            poisoned(contenders[name], outs)
             errors[name] = max(relative_error(out, reference(a, y)) for out, y in zip(outs, b, strict=True))
             assert errors[name] <= tolerance(torch.bfloat16, 1, True), (name, errors[name])
 
@@ -104,22 +100,14 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, more_comm_sms:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measure all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--comm-sms", type=int, nargs="*", default=[], help="further numbers of communicators")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
-    rows: list[dict] = []
-    for shape in SHAPES:
-        rows.append(row := measure(*shape, options.rounds, options.comm_sms))
-        rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
-        told = "W={world} M={m} N_local={n} K={k_local}, {plan[comm_sms]} communicators:".format(**row)
-        print(told, rates, f" overhead {row['overhead_percent']:+.1f}%", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+def told(row: Row) -> str:
+    """A row in a line."""
+    rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
+    return f"{row['plan']['comm_sms']} communicators: TFLOP/s {rates}  overhead {row['overhead_percent']:+.1f}%"
 
+
+BENCHES = [Bench("all_gather_matmul", "virtual", SHAPES, measure, label, told, work, quick=(1, 4))]
+MORE = {"--comm-sms": dict(type=int, nargs="*", default=[], help="further numbers of communicators")}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES, MORE)

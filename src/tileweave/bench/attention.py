@@ -4,15 +4,10 @@ Contenders are CUDA graphs, interleaved, on fresh random bfloat16 inputs. FlashA
 `fa3-fwd` is installed. Errors are those of a sample of rows against float32; a wrong result is no contender.
 
     --sweep     other tilings of the core beside its default
-    --only TEXT shapes whose name contains TEXT
-    --json FILE where to write the figures
 """
 
-import argparse
 import importlib
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +15,14 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tileweave as tw
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.matmul import captured, timed
-from tileweave.bench.measure import machine
 from tileweave.fabric import fabric_of
 from tileweave.ops.attention import Tiling, attention, reference, tolerance
 from tileweave.ops.attention.reference import relative_error
 
 # batch, heads, heads of k and v, sequence, head dimension
-SHAPES = [
+SIZES = [
     (4, 16, 16, 4096, 128),
     (1, 16, 16, 16384, 128),
     (1, 16, 16, 65536, 128),
@@ -36,6 +31,7 @@ SHAPES = [
     (4, 32, 32, 4096, 64),
     (4, 8, 8, 4096, 256),
 ]
+SHAPES = [dict(shape=size, causal=causal) for size in SIZES for causal in (False, True)]
 SWEEP = {
     64: [Tiling(2, 128, 8, 2, True), Tiling(2, 64, 16), Tiling(2, 128, 10, 3)],
     128: [
@@ -82,7 +78,7 @@ def contenders(causal: bool, tilings: list[Tiling]) -> dict[str, Callable]:
     return runs
 
 
-def measure(shape: tuple[int, ...], causal: bool, tilings: list[Tiling], rounds: int) -> dict:
+def measure(shape: tuple[int, ...], causal: bool, rounds: int, sweep: bool = False) -> Row:
     """One row: times, rates and errors of all contenders at one shape."""
     batch, heads, kv_heads, rows, dim = shape
     q, k, v = (
@@ -96,7 +92,7 @@ def measure(shape: tuple[int, ...], causal: bool, tilings: list[Tiling], rounds:
     ]
     truth = torch.cat(truths)
     del truths
-    runs, errors = contenders(causal, tilings), {}
+    runs, errors = contenders(causal, SWEEP[dim] if sweep else []), {}
     for name, run in list(runs.items()):
         try:
             errors[name] = relative_error(run(*given)[:, :, sample], truth)
@@ -105,7 +101,7 @@ def measure(shape: tuple[int, ...], causal: bool, tilings: list[Tiling], rounds:
             del runs[name]
             continue
         assert errors[name] <= 2 * tolerance(torch.bfloat16), (name, shape, causal, errors[name])
-    flops = 4 * batch * heads * rows * rows * dim / (2 if causal else 1)
+    flops = flop(shape, causal)
     calls = max(1, min(16, int(ROUND_US / (flops / 600e6))))
     us = timed({name: captured(run, [given], calls) for name, run in runs.items()}, calls, rounds)
     tw.check()
@@ -118,28 +114,31 @@ def measure(shape: tuple[int, ...], causal: bool, tilings: list[Tiling], rounds:
     }
 
 
-def main() -> None:
-    """Measure all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--only", default="", metavar="TEXT")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows: list[dict] = []
-    for shape in SHAPES:
-        for causal in (False, True):
-            name = "B{} H{}/{} S{} D{}".format(*shape) + (" causal" if causal else " full")
-            if options.only not in name:
-                continue
-            row = measure(shape, causal, SWEEP[shape[-1]] if options.sweep else [], options.rounds)
-            rows.append(row)
-            rates, core = row["tflops_of_attention"], row["us"]["core"][0]
-            told = "; ".join(f"{each} {rate:.0f} ({core / row['us'][each][0]:.3f})" for each, rate in rates.items())
-            print(f"{name}: TFLOP/s (speed over core's) {told}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+def flop(shape: tuple[int, ...], causal: bool) -> float:
+    """Operations: two products, of which a causal mask leaves half."""
+    batch, heads, _, rows, dim = shape
+    return 4 * batch * heads * rows * rows * dim / (2 if causal else 1)
 
+
+def label(shape: Shape) -> str:
+    """A shape by name."""
+    return "B{} H{}/{} S{} D{}".format(*shape["shape"]) + (" causal" if shape["causal"] else " full")
+
+
+def told(row: Row) -> str:
+    """A row in a line."""
+    rates, core = row["tflops_of_attention"], row["us"]["core"][0]
+    figures = "; ".join(f"{each} {rate:.0f} ({core / row['us'][each][0]:.3f})" for each, rate in rates.items())
+    return f"TFLOP/s (speed over core's) {figures}"
+
+
+BENCHES = [
+    Bench(
+        "attention", "one", SHAPES, measure, label, told, lambda shape, _: Work(flop(**shape)),
+        quick=(2, 3), rounds=15, rate="attention_tflops",
+    )
+]  # fmt: skip
+MORE = {"--sweep": dict(action="store_true")}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES, MORE)

@@ -12,18 +12,13 @@ Contenders, which take turns, in another order each round; the slowest rank coun
     own matmul           the op in a group of this rank alone: its kernel's matmul, with the tiles best for that
 
 Each is checked against a float32 truth on fresh data, then timed as replays of a CUDA graph of CALLS calls in a row, so
-that host time does not count; what cannot be captured is called eagerly and marked. Rank 0 prints a line for each shape
-and writes JSON where --json says, after each, so that a run that is cut short leaves what it has.
+that host time does not count; what cannot be captured is called eagerly and marked.
 """
 
-import argparse
-import json
-import os
 import random
 import statistics
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,19 +26,36 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric  # also registers the rivals' operators
 
 import tileweave as tw
-from tileweave.bench.measure import machine
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.tables import ALONE
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 
 CALLS = 4  # in a row, per round
 Runs = dict[str, Callable[[], Any]]  # by contender, what makes its result
 
-SQUARES = [(n, n, n) for n in (4096, 8192, 16384)]
-# M, N, K of the whole product: what each rank holds of it depends on the op.
+# M, N, K of the whole product: what each rank holds of it depends on the op. The squares are those of figures 10 to 14
+# of arXiv 2511.13940; the others layers of Llama-70B, and shapes at which users found fused kernels slower: Flux #90
+# (N = K = 8192; N 8192, K 28672), kraken PR 19 (N 4096, K 14336), few rows.
+SQUARES = [(n, n, n) for n in (4096, 8192, 16384, 2048, 32768)]
 SHAPES = {
-    "matmul_reduce_scatter": SQUARES + [(m, 8192, 28672) for m in (64, 256, 1024, 2048, 4096)],
-    "all_gather_matmul": SQUARES + [(m, 28672, 8192) for m in (64, 256, 1024, 2048, 4096)],
-    "matmul_all_reduce": SQUARES + [(m, 8192, 28672) for m in (1, 16, 64, 256, 1024, 4096)],
+    "matmul_reduce_scatter": [
+        *SQUARES[:3],
+        *((m, 8192, 28672) for m in (64, 256, 1024, 2048, 4096)),
+        *((m, 4096, 14336) for m in (512, 1024, 2048)),
+        *SQUARES[3:],
+    ],
+    "all_gather_matmul": [
+        *SQUARES[:3],
+        *((m, 28672, 8192) for m in (64, 256, 1024, 2048, 4096)),
+        *((m, 8192, 8192) for m in (1024, 2048, 4096)),
+        *SQUARES[3:],
+    ],
+    "matmul_all_reduce": [
+        *SQUARES[:3],
+        *((m, 8192, 28672) for m in (1, 16, 64, 256, 1024, 4096)),
+        (1024, 8192, 8192),
+        *SQUARES[3:],
+    ],
 }
 
 
@@ -217,7 +229,7 @@ def timed(runs: Runs, rounds: int) -> dict[str, dict]:
     }
 
 
-def measure(op: str, m: int, n: int, k: int, rounds: int) -> dict:
+def measure(op: str, m: int, n: int, k: int, rounds: int) -> Row:
     """One row."""
     world = dist.get_world_size()
     runs, truth = CONTENDERS[op](m, n, k)
@@ -230,36 +242,32 @@ def measure(op: str, m: int, n: int, k: int, rounds: int) -> dict:
     return {"op": op, "world": world, "m": m, "n": n, "k": k, "rel_error": errors, **found, "tflops_per_gpu": rates}
 
 
-def report(label: str, rows: list[dict], path: Path | None) -> None:
-    """Print the last row, and write all, on rank 0."""
-    torch.cuda.empty_cache()
-    if dist.get_rank() == 0:
-        row = rows[-1]
-        eager = {name: "" if captured else " (eager)" for name, captured in row["graph"].items()}
-        us = "  ".join(f"{name}{eager[name]} {times[0]:.1f}" for name, times in row["us"].items())
-        print(f"{label} x{row['world']}: us {us}", flush=True)
-        if path:
-            path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+def told(row: Row) -> str:
+    """A row in a line."""
+    eager = {name: "" if captured else " (eager)" for name, captured in row["graph"].items()}
+    us = "  ".join(f"{name}{eager[name]} {times[0]:.1f}" for name, times in row["us"].items())
+    return f"x{row['world']}: us {us}"
 
 
-def main() -> None:
-    """Measure the ops asked for, by default all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ops", nargs="*", metavar="OP", default=list(SHAPES), help=", ".join(SHAPES))
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", type=Path, help="where rank 0 writes the figures")
-    options = parser.parse_args()
-    if unknown := set(options.ops) - set(SHAPES):
-        parser.error(f"unknown OP {', '.join(sorted(unknown))}: expected some of {', '.join(SHAPES)}")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    rows: list[dict] = []
-    for op in options.ops:
-        for shape in SHAPES[op]:
-            rows.append(measure(op, *shape, options.rounds))
-            report(f"{op} M={shape[0]} N={shape[1]} K={shape[2]}", rows, options.json)
-    dist.destroy_process_group()
+def label(shape: Shape) -> str:
+    """A shape by name."""
+    return "M={m} N={n} K={k}".format(**shape)
 
+
+def work(op: str, shape: Shape, world: int) -> Work:
+    """Of one of so many GPUs: all but its share of the operand, or of the sums, goes to others, or both ways."""
+    m, n, k = (shape[name] for name in "mnk")
+    moved = 2 * m * (k if op == "all_gather_matmul" else n) * (world - 1) / world
+    return Work(2.0 * m * n * k / world, moved * (2 if op == "matmul_all_reduce" else 1))
+
+
+BENCHES = [
+    Bench(
+        op, "several", [dict(m=m, n=n, k=k) for m, n, k in shapes], partial(measure, op), label, told,
+        partial(work, op), quick=(0, 1, 3, 4),
+    )
+    for op, shapes in SHAPES.items()
+]  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES)

@@ -14,12 +14,9 @@ Contenders, timed as in `bench.between`:
 Each is checked first: samples of two heads of each rank against float32. bfloat16, head dimension 128.
 """
 
-import argparse
-import os
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,36 +27,12 @@ from torch.distributed.tensor.experimental._attention import _cp_options, set_ro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tileweave as tw
-from tileweave.bench.between import Runs, checked, report, timed
+from tileweave.bench.attention_case import DIM, SAMPLE, Case
+from tileweave.bench.between import Runs, checked, timed, told
+from tileweave.bench.harness import Bench, Row, main
 from tileweave.ops.attention import reference, tolerance
 from tileweave.ops.sequence.local import attend, merge
 from tileweave.ops.sequence.placement import place_sequence
-
-DIM, SAMPLE = 128, 64  # of a head; rows of a head that are compared with float32
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row: `rows` is the length of the whole sequence."""
-
-    op: str
-    batch: int
-    heads: int
-    rows: int
-    causal: bool
-
-    @property
-    def placement(self) -> str:
-        """How the sequence lies."""
-        return "zigzag" if self.op == "ring_attention" and self.causal else "contiguous"
-
-    @property
-    def shape(self) -> str:
-        """What the table says of the case."""
-        return (
-            f"B{self.batch} H{self.heads} S{self.rows} D{DIM} {'causal ' + self.placement if self.causal else 'full'}"
-        )
-
 
 CASES = [
     Case(op, batch, heads, rows, causal)
@@ -149,9 +122,9 @@ def ulysses(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Ex
 CONTENDERS = {"ring_attention": ring, "ulysses_attention": ulysses}
 
 
-def measure(case: Case, device: torch.device, rounds: int) -> dict:
+def measure(case: Case, rounds: int) -> Row:
     """One row."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
     drawn = torch.Generator(device).manual_seed(case.rows)  # the same whole on every rank
     sizes = case.batch, case.heads, case.rows, DIM
     q, k, v = (torch.randn(sizes, device=device, dtype=torch.bfloat16, generator=drawn) for _ in range(3))
@@ -170,29 +143,18 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict:
         errors = checked(samples, truth, 2 * tolerance(torch.bfloat16))
         found = timed({name: runs[name] for name in samples}, rounds)
     tw.check()
-    flop = 4 * case.batch * case.heads * case.rows**2 * DIM / world / (2 if case.causal else 1)
-    rates = {name: flop / us[0] / 1e6 for name, us in found["us"].items()}
+    rates = {name: case.flop / world / us[0] / 1e6 for name, us in found["us"].items()}
     return {**asdict(case), "shape": case.shape, "world": world, "rel_error": errors, **found, "tflops_per_gpu": rates}
 
 
-def main() -> None:
-    """Measure the cases asked for, by default all."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose op and shape contain TEXT")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--json", type=Path, help="where rank 0 writes the figures")
-    options = parser.parse_args()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    rows: list[dict] = []
-    for case in CASES:
-        if options.only not in f"{case.op} {case.shape}":
-            continue
-        rows.append(measure(case, device, options.rounds))
-        report(f"{case.op} {case.shape}", rows, options.json)
-    dist.destroy_process_group()
-
+BENCHES = [
+    Bench(
+        op, "several", [dict(case=case) for case in CASES if case.op == op], measure,
+        lambda shape: shape["case"].shape, told, lambda shape, world: shape["case"].work(world),
+        quick=(1,), rate="attention_tflops",
+    )
+    for op in CONTENDERS
+]  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES)

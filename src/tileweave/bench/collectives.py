@@ -15,11 +15,8 @@ virtual ranks W ranks share one GPU and its memory, each with 1/W of the SMs, so
 kernel itself costs. Every contender is checked first. GB/s: the bytes that a rank takes from its peers over the time.
 """
 
-import argparse
-import json
-import os
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +24,8 @@ import torch.distributed as dist
 
 import tileweave as tw
 from tileweave.bench.between import CALLS, timed
-from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
+from tileweave.bench.measure import interleaved
 from tileweave.fabric import virtual_world
 from tileweave.ops.collectives import reference
 
@@ -41,6 +39,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("all_to_all", dict(split_dim=0, concat_dim=0)),
     ("all_to_all", dict(split_dim=1, concat_dim=0)),
 ]
+WORLDS = (2, 4, 8)  # of virtual ranks
 Run = Callable[[], Any]
 
 
@@ -52,10 +51,9 @@ def shape_of(name: str, options: dict[str, Any], nbytes: int, world: int) -> tup
     return rows, columns
 
 
-def taken(name: str, x: torch.Tensor, world: int) -> float:
-    """Bytes that a rank must take from its peers."""
-    share = {"all_gather": world - 1, "all_reduce": 2 * (world - 1) / world}.get(name, (world - 1) / world)
-    return x.nbytes * share
+def taken(name: str, nbytes: int, world: int) -> float:
+    """Bytes that a rank must take from its peers, of an x of so many."""
+    return nbytes * {"all_gather": world - 1, "all_reduce": 2 * (world - 1) / world}.get(name, (world - 1) / world)
 
 
 def nccl(name: str, options: dict[str, Any], x: torch.Tensor) -> Run:
@@ -97,11 +95,11 @@ def check(name: str, out: torch.Tensor, true: torch.Tensor) -> None:
 
 def row(name: str, options: dict[str, Any], x: torch.Tensor, world: int, us: dict[str, list[float]]) -> dict:
     """A row of figures; us: median, lowest and highest microseconds of a call, by contender."""
-    gbs = {who: taken(name, x, world) / times[0] / 1e3 for who, times in us.items()}
+    gbs = {who: taken(name, x.nbytes, world) / times[0] / 1e3 for who, times in us.items()}
     return {"op": name, **options, "world": world, "shape": list(x.shape), "us": us, "gb_per_s": gbs}
 
 
-def measure_virtual(name: str, options: dict[str, Any], world_size: int, nbytes: int, rounds: int) -> dict:
+def measure_virtual(name: str, options: dict[str, Any], world_size: int, nbytes: int, rounds: int) -> Row:
     """One row on virtual ranks: all of them at once, each on its stream."""
     shape = shape_of(name, options, nbytes, world_size)
     xs = [torch.randn(shape, device="cuda").bfloat16() for _ in range(world_size)]
@@ -149,7 +147,7 @@ def measure_virtual(name: str, options: dict[str, Any], world_size: int, nbytes:
     return row(name, options, xs[0], world_size, us)
 
 
-def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: int) -> dict:
+def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: int) -> Row:
     """One row between processes; the slowest rank's times."""
     world = dist.get_world_size()
     x = torch.randn(shape_of(name, options, nbytes, world), device="cuda").bfloat16()
@@ -163,38 +161,44 @@ def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: i
     return row(name, options, x, world, us)
 
 
-def main() -> None:
-    """Measure all cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8], help="virtual ranks")
-    parser.add_argument("--bytes", type=int, nargs="+", default=SIZES, help="of the larger of x and result")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
-    processes = "LOCAL_RANK" in os.environ
-    if processes:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    first = not processes or dist.get_rank() == 0
-    rows = []
-    for world in [dist.get_world_size()] if processes else options.ranks:
-        for name, kw in CASES:
-            for nbytes in options.bytes:
-                if processes:
-                    found = measure_processes(name, kw, nbytes, options.rounds)
-                else:
-                    found = measure_virtual(name, kw, world, nbytes, options.rounds)
-                rows.append(found)
-                if first:
-                    figures = "  ".join(
-                        f"{who} {found['us'][who][0]:.1f} us {found['gb_per_s'][who]:.0f} GB/s" for who in found["us"]
-                    )
-                    print(f"W={world} {name} {kw} {found['shape']}: {figures}", flush=True)
-    if options.json and first:
-        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-    if processes:
-        dist.destroy_process_group()
+def label(shape: Shape) -> str:
+    """A shape by name."""
+    ranks = f"W={shape['world_size']} " if "world_size" in shape else ""
+    dims = " ".join(f"{name}={value}" for name, value in shape["options"].items())
+    return f"{ranks}{dims} {shape['nbytes']} bytes".strip()
 
+
+def told(row: Row) -> str:
+    """A row in a line."""
+    return f"{row['shape']}: " + "  ".join(
+        f"{who} {us[0]:.1f} us {row['gb_per_s'][who]:.0f} GB/s" for who, us in row["us"].items()
+    )
+
+
+def work(name: str, shape: Shape, world: int) -> Work:
+    """Of one of so many GPUs. Within one nothing crosses a link."""
+    if "world_size" in shape:
+        return Work(0.0)
+    rows, columns = shape_of(name, shape["options"], shape["nbytes"], world)
+    return Work(0.0, taken(name, 2 * rows * columns, world))
+
+
+def bench_of(name: str, several: bool) -> Bench:
+    """One collective's."""
+    worlds: list[Shape] = [{}] if several else [dict(world_size=world) for world in WORLDS]
+    shapes = [
+        {**world, "options": options, "nbytes": nbytes}
+        for world in worlds
+        for op, options in CASES
+        if op == name
+        for nbytes in SIZES
+    ]
+    measure = partial(measure_processes if several else measure_virtual, name)
+    where = "several" if several else "virtual"
+    return Bench(name, where, shapes, measure, label, told, partial(work, name), quick=(0, 4, 7), rounds=15)
+
+
+BENCHES = [bench_of(name, several) for several in (False, True) for name in dict.fromkeys(name for name, _ in CASES)]
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES)

@@ -5,28 +5,29 @@ weights that are exp of a normal variable: the largest has several times the mea
 Contenders are CUDA graphs of one call each, interleaved in random order; before timing each result is checked
 against float32.
 
-    --sweep     time all tile configurations, not the planner's choice alone
-    --only TEXT rows that contain one, as "128 experts" or skewed
-    --json FILE where to write the figures
+    --sweep      time all tile configurations, not the planner's choice alone
+    --transposed w stored E x I x H, as a layer's weight
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import tileweave as tw
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.matmul import key
-from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.measure import interleaved
 from tileweave.ops.grouped_matmul import reference
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.planner.moe import GroupedProblem, candidates, plan_for
 
 HIDDEN, INNER = 7168, 2048
 SHAPES = [
-    (rows << 10, experts) for experts, most in ((32, 128), (128, 256)) for rows in (32, 64, 128, 256) if rows <= most
+    dict(rows=rows << 10, experts=experts, skewed=skewed)
+    for experts, most in ((32, 128), (128, 256))
+    for rows in (32, 64, 128, 256)
+    if rows <= most
+    for skewed in (False, True)
 ]
 
 
@@ -49,7 +50,7 @@ def captured(call: Callable) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(rows: int, experts: int, skewed: bool, sweep: bool, transposed: bool, rounds: int) -> dict:
+def measure(rows: int, experts: int, skewed: bool, rounds: int, sweep: bool = False, transposed: bool = False) -> Row:
     """One row: TFLOP/s of torch and of the plans (median, lowest, highest)."""
     x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
     w = (
@@ -72,6 +73,7 @@ def measure(rows: int, experts: int, skewed: bool, sweep: bool, transposed: bool
     return {
         "rows": rows, "experts": experts, "routing": "skewed" if skewed else "balanced", "largest": max(counts),
         "w": "E x I x H" if transposed else "E x H x I", "planned": key(planned),
+        "ms": {name: [t.median, t.low, t.high] for name, t in times.items()},
         "tflops": {name: [flops / ms for ms in (t.median, t.high, t.low)] for name, t in times.items()},
     }  # fmt: skip
 
@@ -86,30 +88,26 @@ def check(runs: dict[str, Callable], x: torch.Tensor, w: torch.Tensor, offsets: 
         assert error <= tolerance(torch.bfloat16, 1, True), (name, error)
 
 
-def main() -> None:
-    """Measure all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
-    parser.add_argument("--transposed", action="store_true", help="w stored E x I x H, as a layer's weight")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    found: list[dict] = []
-    for rows, experts in SHAPES:
-        for skewed in (False, True):
-            name = f"{rows} rows, {experts} experts, {'skewed' if skewed else 'balanced'}"
-            if not any(text in name for text in options.only):
-                continue
-            row = measure(rows, experts, skewed, options.sweep, options.transposed, options.rounds)
-            found.append(row)
-            rival = row["tflops"]["torch"][0]
-            ours = sorted(((t[0], key) for key, t in row["tflops"].items() if key != "torch"), reverse=True)
-            told = "  ".join(f"{key} {t:.0f} ({t / rival:.3f})" for t, key in ours)
-            print(f"{name}: torch {rival:.0f} TFLOP/s; {told}; planned {row['planned']}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
+def label(shape: Shape) -> str:
+    """A shape by name."""
+    return f"{shape['rows']} rows, {shape['experts']} experts, {'skewed' if shape['skewed'] else 'balanced'}"
 
+
+def told(row: Row) -> str:
+    """A row in a line."""
+    rival = row["tflops"]["torch"][0]
+    ours = sorted(((t[0], key) for key, t in row["tflops"].items() if key != "torch"), reverse=True)
+    figures = "  ".join(f"{key} {t:.0f} ({t / rival:.3f})" for t, key in ours)
+    return f"torch {rival:.0f} TFLOP/s; {figures}; planned {row['planned']}"
+
+
+BENCHES = [
+    Bench(
+        "grouped_matmul", "one", SHAPES, measure, label, told,
+        lambda shape, _: Work(2.0 * shape["rows"] * HIDDEN * INNER), quick=(0, 1), rounds=9,
+    )
+]  # fmt: skip
+MORE = {"--sweep": dict(action="store_true"), "--transposed": dict(action="store_true")}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES, MORE)

@@ -5,22 +5,18 @@ calls each, interleaved; successive calls take other operands, so that together 
 over: weights come from device memory, as they do in a model. Before timing, each result is checked against float32.
 
     --sweep     time all tile configurations, not the planner's choice alone: what planner/tilings.json is made from
-    --only TEXT shapes whose name contains TEXT
     --float8    float8_e4m3fn operands with a scale for each row and column, beside torch._scaled_mm
-    --json FILE where to write the figures
 """
 
-import argparse
-import json
 import math
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import tileweave as tw
-from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
+from tileweave.bench.measure import interleaved
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.planner import Plan, Problem, candidates, plan_for
 
@@ -33,7 +29,10 @@ LAYERS = {
     "llama-70b": [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672)],
 }
 TOKENS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SHAPES = SQUARES + SHORT + [(name, m, n, k) for name, layers in LAYERS.items() for n, k in layers for m in TOKENS]
+SIZES = SQUARES + SHORT + [(name, m, n, k) for name, layers in LAYERS.items() for n, k in layers for m in TOKENS]
+SHAPES: list[Shape] = [
+    dict(name=name, m=m, n=n, k=k, transposed=transposed) for name, m, n, k in SIZES for transposed in (True, False)
+]
 COLD_BYTES = 256 << 20  # of operands that a graph's calls go through: several times an L2 cache
 ROUND_MS = 1.0  # of work per contender and round, at least
 
@@ -75,13 +74,19 @@ def key(plan: Plan) -> str:
 
 
 def measure(
-    name: str, m: int, n: int, k: int, transposed: bool, plans: Iterable[Plan], rounds: int, dtype=torch.bfloat16
-) -> dict:
-    """One row: the plans' and cuBLAS's times for one shape."""
+    name: str, m: int, n: int, k: int, transposed: bool, rounds: int, sweep: bool = False, float8: bool = False
+) -> Row | str:
+    """One row: the plan's, or with `sweep` many plans', and cuBLAS's times for one shape."""
+    if float8 and not transposed:
+        return "8-bit operands have the other order only"
+    dtype = torch.float8_e4m3fn if float8 else torch.bfloat16
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    problem = Problem(m, n, k, world=1, message_bytes=2, sms=sms, operand_bytes=dtype.itemsize)
+    plans = worth_measuring(problem) if sweep else [plan_for(problem)]
     pairs = operands(m, n, k, transposed, dtype)
     product = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
     scales: dict[str, Any] = {}
-    if dtype == torch.float8_e4m3fn:
+    if float8:
         scales = {"scale_a": torch.ones(m, 1, device="cuda"), "scale_b": torch.ones(1, n, device="cuda")}
     a, b = pairs[0]
     truth = torch.empty(m, n, device="cuda")
@@ -112,39 +117,27 @@ def worth_measuring(problem: Problem) -> list[Plan]:
     return [plan for cost, plan in found if cost < 1.3 * found[0][0]]
 
 
-def main() -> None:
-    """Measure all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help='shapes that contain one, as "8b 128x"')
-    parser.add_argument("--float8", action="store_true")
-    parser.add_argument("--orders", default="NK,KN", help="orders of b in memory, of bf16")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    rows: list[dict] = []
-    for shape in SHAPES:
-        if not any(text in "{} {}x{}x{}".format(*shape) for text in options.only):
-            continue
-        dtype = torch.float8_e4m3fn if options.float8 else torch.bfloat16
-        problem = Problem(*shape[1:], world=1, message_bytes=2, sms=132, operand_bytes=dtype.itemsize)
-        plans = worth_measuring(problem) if options.sweep else [plan_for(problem)]
-        for order in ["NK"] if options.float8 else options.orders.split(","):  # 8-bit operands have but this one
-            row = measure(*shape, order == "NK", plans, options.rounds, dtype)
-            rows.append(row)
-            cublas = row["us"]["cublas"][0]
-            ratios = sorted(
-                ((cublas / us[0], name) for name, us in row["us"].items() if name != "cublas"), reverse=True
-            )
-            told = "  ".join(f"{name} {ratio:.3f}" for ratio, name in ratios[:4])
-            print(
-                "{} {} x {} x {}".format(*shape),
-                f"b {row['b']}: cublas {cublas:.1f} us; speed over it: {told}",
-                flush=True,
-            )
-        if options.json:
-            options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+def label(shape: Shape) -> str:
+    """A shape by name, and the order of b in memory."""
+    return "{name} {m}x{n}x{k} b ".format(**shape) + ("NxK" if shape["transposed"] else "KxN")
 
+
+def told(row: Row) -> str:
+    """A row in a line."""
+    cublas = row["us"]["cublas"][0]
+    ratios = sorted(((cublas / us[0], name) for name, us in row["us"].items() if name != "cublas"), reverse=True)
+    figures = "  ".join(f"{name} {ratio:.3f}" for ratio, name in ratios[:4])
+    return f"cublas {cublas:.1f} us; speed over it: {figures}"
+
+
+BENCHES = [
+    Bench(
+        "matmul", "one", SHAPES, measure, label, told,
+        lambda shape, _: Work(2.0 * shape["m"] * shape["n"] * shape["k"]), quick=(0, 4, 6, 8), rounds=9,
+        caches="other operands than the call's, whose own come from memory",
+    )
+]  # fmt: skip
+MORE = {"--sweep": dict(action="store_true"), "--float8": dict(action="store_true")}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES, MORE)

@@ -12,15 +12,14 @@ Calls are replayed from CUDA graphs, a few in a row, so that host time does not 
 a table and writes JSON where --json says. Each result is checked against a float32 truth first.
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from tileweave.bench.measure import interleaved, machine
-from tileweave.bench.recording import Recorder, together
+from tileweave.bench.harness import Bench, Row, main
+from tileweave.bench.matmul_reduce_scatter import label, work
+from tileweave.bench.measure import interleaved
+from tileweave.bench.recording import Recorder, poisoned, together
 from tileweave.fabric import virtual_world
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce import reference, relative_error, tolerance
@@ -30,14 +29,13 @@ from tileweave.planner import Plan
 from tileweave.planner.matmul_all_reduce import Problem, plan_for
 
 DECODE = [(m, 8192, 8192) for m in (1, 4, 16, 64, 128, 256)]  # M, N, K of a rank
-SQUARES = [4096, 8192, 16384]
-WORLDS = (2, 4, 8)
-
-
-def squares(world: int) -> list[tuple[int, int, int]]:
-    """Products [N, K] @ [K, N] of a rank whose compute has the ratio to transfers that [N, N / 8] @ [N / 8, N] has on a
-    whole GPU: a rank has 1 / W of the SMs, so K is W times as large."""
-    return [(n, n, n // 8 * world) for n in SQUARES]
+# [N, K] @ [K, N] of a rank whose compute has the ratio to transfers that [N, N / 8] @ [N / 8, N] has on a whole GPU: a
+# rank has 1 / W of the SMs, so K is W times as large.
+SHAPES = [
+    dict(world_size=w, m=m, n=n, k=k)
+    for w in (2, 4, 8)
+    for m, n, k in [*DECODE, *((n, n, n // 8 * w) for n in (4096, 8192, 16384))]
+]
 
 
 def record(world, a, b, extras: Extras, alone: bool, plan: Plan):
@@ -53,8 +51,9 @@ def record(world, a, b, extras: Extras, alone: bool, plan: Plan):
     return zip(*world.run(rank_program), strict=True)
 
 
-def measure(world_size: int, m: int, n: int, k: int, rounds: int, calls: int) -> dict:
+def measure(world_size: int, m: int, n: int, k: int, rounds: int) -> Row:
     """One row: errors against float32 with poisoned results, then microseconds of a call; k is one rank's share."""
+    calls = 8 if (m, n, k) in DECODE else 1
     a = [torch.randn(m, k, device="cuda").bfloat16() for _ in range(world_size)]
     b = [torch.randn(n, k, device="cuda").bfloat16().t() for _ in range(world_size)]
     residual, weight = torch.randn(m, n, device="cuda").bfloat16(), torch.randn(n, device="cuda").bfloat16()
@@ -75,10 +74,7 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int, calls: int) ->
         ):
             launches, results, streams = record(world, a, b, extras, alone, chosen)
             contenders[name] = together(launches, streams, calls)
-            for each in results:
-                each[-1].fill_(float("nan"))
-            contenders[name]()
-            torch.cuda.synchronize()
+            poisoned(contenders[name], (each[-1] for each in results))
             pairs = (
                 [(x[-1], a[r].float() @ b[r].float()) for r, x in enumerate(results)]
                 if alone
@@ -102,27 +98,13 @@ def told(row: dict) -> str:
     plan = row["plan"]
     figures = "  ".join(f"{name} {times[0]:.1f}" for name, times in row["us"].items())
     return (
-        f"W={row['world']} M={row['m']} N={row['n']} K_local={row['k_local']}: us {figures}  "
+        f"us {figures}  "
         f"{row['overhead_percent']:+.1f}% over local, {row['over_matmul_us']:+.1f} us over matmul; {plan['schedule']} "
         f"{'x'.join(map(str, plan['tile'][:2]))} split {plan['split']}, predicted {plan['predicted_us']}"
     )
 
 
-def main() -> None:
-    """Measure all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
-    rows = []
-    for world in WORLDS:
-        for shape in [*DECODE, *squares(world)]:
-            rows.append(row := measure(world, *shape, options.rounds, 8 if shape in DECODE else 1))
-            torch.cuda.empty_cache()
-            print(told(row), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-
+BENCHES = [Bench("matmul_all_reduce", "virtual", SHAPES, measure, label, told, work, quick=(0, 4, 7), rounds=15)]
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES)

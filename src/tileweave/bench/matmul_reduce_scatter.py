@@ -11,15 +11,13 @@ W ranks share one GPU, each with 1/W of the SMs, so no link is measured. Contend
 Prints a table and writes JSON where --json says.
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
-from tileweave.bench.measure import interleaved, machine
-from tileweave.bench.recording import Recorder, together
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
+from tileweave.bench.measure import interleaved
+from tileweave.bench.recording import Recorder, poisoned, together
 from tileweave.fabric import virtual_world
 from tileweave.fabric.virtual import VirtualWorld
 from tileweave.ops.contract import Like, Site
@@ -28,7 +26,11 @@ from tileweave.ops.matmul_reduce_scatter.check import settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused
 from tileweave.planner import Plan, Problem, plan_for
 
-SHAPES = [(1, 8192, 8192, 8192)] + [(w, 8192, 8192, k) for k in (4096, 2048) for w in (2, 4, 8)]
+SHAPES = [
+    dict(world_size=w, m=8192, n=8192, k=k)
+    for k, worlds in ((8192, [1]), (4096, [2, 4, 8]), (2048, [2, 4, 8]))
+    for w in worlds
+]
 
 
 def record(world, a, b, alone: bool, plan: Plan, **options):
@@ -62,10 +64,7 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int) -> dict:
         ):
             launches, outs, streams = record(world, a, b, alone, plan, deterministic=deterministic)
             contenders[name] = together(launches, streams)
-            for out in outs:
-                out.fill_(float("nan"))
-            contenders[name]()
-            torch.cuda.synchronize()
+            poisoned(contenders[name], outs)
             error = max(
                 relative_error(out, a[r].float() @ b[r].float()) for r, out in enumerate(outs)
             ) if alone else relative_error(torch.cat(outs), truth)  # fmt: skip
@@ -90,21 +89,24 @@ def measure(world_size: int, m: int, n: int, k: int, rounds: int) -> dict:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measure all shapes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    options = parser.parse_args()
-    rows = []
-    print("TFLOP/s (median of interleaved rounds); overhead of the protocol against local", flush=True)
-    for shape in SHAPES:
-        rows.append(row := measure(*shape, options.rounds))
-        figures = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
-        print("W={} M={} N={} K_local={}:".format(*shape), figures, f" {row['overhead_percent']:+.1f}%", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+def told(row: Row) -> str:
+    """A row in a line."""
+    figures = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
+    return f"TFLOP/s {figures}  {row['overhead_percent']:+.1f}% over local"
+
+
+def label(shape: Shape) -> str:
+    """A shape by name; K of a rank."""
+    return "W={world_size} M={m} N={n} K_local={k}".format(**shape)
+
+
+def work(shape: Shape, _: int) -> Work:
+    """Of all virtual ranks together, as they share the GPU."""
+    return Work(2.0 * shape["m"] * shape["n"] * shape["k"] * shape["world_size"])
+
+
+BENCHES = [Bench("matmul_reduce_scatter", "virtual", SHAPES, measure, label, told, work, quick=(0, 2), rounds=15)]
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES)

@@ -22,23 +22,20 @@ Contenders, interleaved, all ranks at once unless said otherwise:
 Results are poisoned, then checked against float32, before anything is timed. Bytes between ranks are counted both
 ways: a token once to a rank, as the dispatch sends it, and a row for each choice, as the combine does.
 
-    --only TEXT rows that contain one of these, as "dispatch, W=4" or skewed
-    --json FILE where to write the figures
+    --comm-sms N communicators instead of the planner's
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from tileweave.bench.measure import interleaved, machine
-from tileweave.bench.recording import Recorder, together
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
+from tileweave.bench.measure import interleaved
+from tileweave.bench.recording import Recorder, poisoned, together
 from tileweave.fabric import group_name, virtual_world
 from tileweave.fabric.virtual import VirtualWorld
 from tileweave.ops.contract import Like
@@ -56,14 +53,12 @@ from tileweave.planner.moe import DispatchProblem, GroupedProblem, combine_plan_
 HIDDEN, INNER, EXPERTS, CHOICES = 7168, 2048, 256, 8
 WORLDS = (2, 4, 8)
 CASES = [
-    *(
-        (kind, size, tokens << 10, False)
-        for kind in ("dispatch", "combine")
-        for tokens in (8, 32, 128)
-        for size in WORLDS
-    ),
-    *(("gated", size, 32 << 10, False) for size in WORLDS),
-    *((kind, size, 32 << 10, True) for kind in ("dispatch", "combine") for size in WORLDS),
+    *((kind, tokens, False) for kind in ("dispatch", "combine") for tokens in (8, 32, 128)),
+    ("gated", 32, False),
+    *((kind, 32, True) for kind in ("dispatch", "combine")),
+]
+SHAPES: list[Shape] = [
+    dict(kind=kind, size=size, tokens=tokens << 10, skewed=skewed) for kind, tokens, skewed in CASES for size in WORLDS
 ]
 SAMPLE = 8  # rows or tokens of a rank that are checked
 LIMIT = 0.02
@@ -233,7 +228,7 @@ def crossing(parts: list[Rank]) -> tuple[int, int]:
     return by_token, by_choice
 
 
-def measure(kind: str, size: int, tokens: int, skewed: bool, rounds: int, comm_sms: int | None) -> dict:
+def measure(kind: str, size: int, tokens: int, skewed: bool, rounds: int, comm_sms: int | None = None) -> Row:
     """One row: checks, then times in milliseconds (median, lowest, highest)."""
     with virtual_world(size, "cuda", timeout=20.0) as world:
         assert isinstance(world, VirtualWorld)
@@ -242,15 +237,12 @@ def measure(kind: str, size: int, tokens: int, skewed: bool, rounds: int, comm_s
         made, outs, streams = launches(world, kind, parts, plan)
         contenders = {name: together(each, streams) for name, each in made.items()}
         for name, run in contenders.items():
-            for out in (out for results in outs[name] for out in results):
-                out.fill_(float("nan"))
-            run()
-            torch.cuda.synchronize()
+            poisoned(run, (out for results in outs[name] for out in results))
             verify(kind, name, parts, outs[name])
         times = interleaved({**contenders, **rivals(kind, parts)}, rounds)
         world.check()
         by_token, by_choice = crossing(parts)
-        flop = 2.0 * tokens * CHOICES * HIDDEN * INNER * len(parts[0].matrices)
+        flop = flop_of(kind, tokens)
         rows = [p.rows.shape[0] for p in parts]
         route_us = max(p.route_us for p in parts)
     return {
@@ -263,31 +255,34 @@ def measure(kind: str, size: int, tokens: int, skewed: bool, rounds: int, comm_s
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measure all cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--comm-sms", type=int, help="communicators instead of the planner's")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    found: list[dict] = []
-    for kind, size, tokens, skewed in CASES:
-        name = f"{kind}, W={size}, {tokens >> 10}k tokens, {'skewed' if skewed else 'even'}"
-        if not any(text in name for text in options.only):
-            continue
-        torch.cuda.empty_cache()  # what the case before has left is of other sizes
-        found.append(row := measure(kind, size, tokens, skewed, options.rounds, options.comm_sms))
-        rates = "  ".join(f"{contender} {rate:.0f}" for contender, rate in row["tflops"].items())
-        once, each = row["bytes_by_token"] / 1e6, row["bytes_by_choice"] / 1e6
-        print(
-            f"{name}: TFLOP/s {rates}; overhead {row['overhead_percent']:+.1f}%, route {row['route_us']:.0f} us, "
-            f"{once:.0f} MB by token, {each:.0f} MB by choice",
-            flush=True,
-        )
-        if options.json:
-            options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
+def flop_of(kind: str, tokens: int) -> float:
+    """Operations of all ranks."""
+    return 2.0 * tokens * CHOICES * HIDDEN * INNER * (2 if kind == "gated" else 1)
 
+
+def label(shape: Shape) -> str:
+    """A shape by name."""
+    return "{kind}, W={size}, {tokens} tokens, ".format(**shape) + ("skewed" if shape["skewed"] else "even")
+
+
+def told(row: Row) -> str:
+    """A row in a line."""
+    rates = "  ".join(f"{contender} {rate:.0f}" for contender, rate in row["tflops"].items())
+    once, each = row["bytes_by_token"] / 1e6, row["bytes_by_choice"] / 1e6
+    return (
+        f"TFLOP/s {rates}; overhead {row['overhead_percent']:+.1f}%, route {row['route_us']:.0f} us, "
+        f"{once:.0f} MB by token, {each:.0f} MB by choice"
+    )
+
+
+BENCHES = [
+    Bench(
+        name, "virtual", [shape for shape in SHAPES if (shape["kind"] == "combine") == combines], measure, label, told,
+        lambda shape, _: Work(flop_of(shape["kind"], shape["tokens"])), quick=(1,), rounds=7,
+    )
+    for name, combines in (("moe_dispatch_matmul", False), ("moe_matmul_combine", True))
+]  # fmt: skip
+MORE = {"--comm-sms": dict(type=int, metavar="N")}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES, MORE)

@@ -1,6 +1,6 @@
 """The launches of an op between virtual ranks, kept so that they can be timed without the host's work."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -59,3 +59,11 @@ def together(launches: Sequence[Launch], streams: Sequence[torch.cuda.Stream], c
         graph.replay()
 
     return replay
+
+
+def poisoned(run: Callable[[], None], outs: Iterable[torch.Tensor]) -> None:
+    """Run a contender once, to the end, whose results hold NaN before."""
+    for out in outs:
+        out.fill_(float("nan"))
+    run()
+    torch.cuda.synchronize()

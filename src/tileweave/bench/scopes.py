@@ -16,7 +16,6 @@ other: with --only, a few plans, several such processes beforehand fill Triton's
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +26,9 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.measure import interleaved, machine
+from tileweave.bench.harness import ranks, write
+from tileweave.bench.measure import interleaved
+from tileweave.bench.recording import poisoned
 from tileweave.fabric import fabric_of, virtual_world
 from tileweave.ops.all_gather_matmul import reference as gathered_product
 from tileweave.ops.matmul_reduce_scatter import reference as product
@@ -140,11 +141,8 @@ def on_virtual_ranks(op: str, world_size: int, size: int, rounds: int, only: Seq
                 return *captured(run), torch.cuda.current_stream()
 
             graphs, outs, streams = zip(*world.run(rank_program), strict=True)
-            for out in outs:
-                out.fill_(float("nan"))
             contenders[name] = together(graphs, streams)
-            contenders[name]()
-            torch.cuda.synchronize()
+            poisoned(contenders[name], outs)
             errors[name] = max(relative_error(out, truth) for out, truth in zip(outs, truths, strict=True))
             assert errors[name] <= 2 * tolerance(torch.bfloat16, world_size, False), (name, errors[name])
         times = interleaved(contenders, rounds)
@@ -225,25 +223,19 @@ def main() -> None:
     if unknown := set(options.ops) - set(OPS):
         parser.error(f"unknown OP {', '.join(sorted(unknown))}: expected some of {', '.join(OPS)}")
     between = "LOCAL_RANK" in os.environ
-    if between:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-    speaks = not between or dist.get_rank() == 0
-    worlds = [dist.get_world_size()] if between else options.worlds
     rows = []
-    for op, world, size in [(op, world, size) for op in options.ops for world in worlds for size in options.sizes]:
-        if between:
-            found = between_gpus(op, size, options.rounds, options.only)
-        else:
-            found = on_virtual_ranks(op, world, size, options.rounds, options.only)
-        rows.append(found)
-        torch.cuda.empty_cache()
-        if speaks:
-            print(told(found), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-    if between:
-        dist.destroy_process_group()
+    with ranks(between) as speaks:
+        worlds = [dist.get_world_size()] if between else options.worlds
+        for op, world, size in [(op, world, size) for op in options.ops for world in worlds for size in options.sizes]:
+            if between:
+                found = between_gpus(op, size, options.rounds, options.only)
+            else:
+                found = on_virtual_ranks(op, world, size, options.rounds, options.only)
+            rows.append(found)
+            torch.cuda.empty_cache()
+            if speaks:
+                print(told(found), flush=True)
+                write(options.json, rows)
 
 
 if __name__ == "__main__":

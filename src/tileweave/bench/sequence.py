@@ -14,23 +14,20 @@ W ranks share one GPU, each with 1/W of the SMs, so no link is measured. Contend
 The overhead is fused / local - 1, or fused / open - 1 where there is no local; its spread that of the rounds. Each
 contender is checked first, with poisoned results: samples of two heads of each rank against float32, all for NaN.
 
-    --only TEXT   cases whose name contains TEXT
     --comm-sms N  communicators instead of the planner's
-    --json FILE   where to write the figures
 """
 
-import argparse
-import json
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import asdict, replace
 from typing import NamedTuple
 
 import torch
 
-from tileweave.bench.measure import Timing, interleaved, machine
-from tileweave.bench.recording import Recorder, together
+from tileweave.bench.attention_case import DIM, SAMPLE, Case
+from tileweave.bench.harness import Bench, Row, Shape, Work, main
+from tileweave.bench.measure import Timing, interleaved
+from tileweave.bench.recording import Recorder, poisoned, together
 from tileweave.fabric import virtual_world
 from tileweave.fabric.base import HEADER_WORDS, Channel
 from tileweave.fabric.virtual import Launch, VirtualFabric, VirtualWorld
@@ -46,42 +43,11 @@ from tileweave.ops.ulysses_attention import check as ulysses_check
 from tileweave.ops.ulysses_attention import launch as ulysses_launch
 from tileweave.planner import Plan
 
-DIM, SAMPLE = 128, 64  # of a head; rows of a head that are compared with float32
 RAISED = 0xFFFF  # a flag that epochs 1 to 65535 take for reached: a wait looks no further ahead
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row: `rows` is the length of the whole sequence."""
-
-    op: str
-    world: int
-    batch: int
-    heads: int
-    rows: int
-    causal: bool
-
-    @property
-    def placement(self) -> str:
-        """How the sequence lies."""
-        return "zigzag" if self.op == "ring_attention" and self.causal else "contiguous"
-
-    @property
-    def name(self) -> str:
-        """What --only looks into."""
-        mask = f"causal {self.placement}" if self.causal else "full"
-        return f"{self.op} W{self.world} B{self.batch} H{self.heads} S{self.rows} {mask}"
-
-    @property
-    def bytes_needed(self) -> int:
-        """Of GPU memory, about: q, k, v and their shards, results of all contenders, slots, each rank's own keys."""
-        slots = 2 * 4 if self.op == "ulysses_attention" else 2 * 2 * self.world
-        copies = 2 * self.world if self.op == "ring_attention" and not self.causal else 0
-        return 2 * self.batch * self.heads * self.rows * DIM * (3 + 3 + 5 + slots + copies)
-
-
-CASES = [
-    Case(op, world, batch, heads, 768 * world * 2**i, causal)
+SHAPES: list[Shape] = [
+    dict(world_size=world, case=Case(op, batch, heads, 768 * world * 2**i, causal))
     for op, batch, heads, causal in (
         ("ring_attention", 16, 16, False),
         ("ring_attention", 16, 16, True),
@@ -91,6 +57,14 @@ CASES = [
     for world in (2, 4, 8)
     for i in (1, 2)
 ]
+
+
+def bytes_needed(shape: Shape) -> int:
+    """Of GPU memory, about: q, k, v and their shards, results of all contenders, slots, each rank's own keys."""
+    case, world = shape["case"], shape["world_size"]
+    slots = 2 * 4 if case.op == "ulysses_attention" else 2 * 2 * world
+    copies = 2 * world if case.op == "ring_attention" and not case.causal else 0
+    return 2 * case.batch * case.heads * case.rows * DIM * (3 + 3 + 5 + slots + copies)
 
 
 class Opened(Recorder):
@@ -121,11 +95,12 @@ def kept_sms(fabric: Recorder, sms: int) -> Recorder:
     return fabric
 
 
-def ring(case: Case, q, k, v, rank: int, real: VirtualFabric, comm_sms: int | None) -> tuple[dict[str, Made], Plan]:
+def ring(case: Case, q, k, v, real: VirtualFabric, comm_sms: int | None) -> tuple[dict[str, Made], Plan]:
     """A rank's contenders, of the whole q, k and v."""
+    rank, world = real.rank, real.world_size
     places = torch.arange(case.rows, device=q.device)
-    q_own, k_own, v_own = (place_sequence(x, case.world, rank, 2, case.placement) for x in (q, k, v))
-    places = place_sequence(places, case.world, rank, 0, case.placement)
+    q_own, k_own, v_own = (place_sequence(x, world, rank, 2, case.placement) for x in (q, k, v))
+    places = place_sequence(places, world, rank, 0, case.placement)
     options = case.causal, None, "bhsd", case.placement
     call, route = ring_check.settle(Site.of(real), *likes(q_own, k_own, v_own), *options, None)
     plan = settled(route.plan, comm_sms)
@@ -146,17 +121,18 @@ def ring(case: Case, q, k, v, rank: int, real: VirtualFabric, comm_sms: int | No
     return made, plan
 
 
-def ulysses(case: Case, q, k, v, rank: int, real: VirtualFabric, comm_sms: int | None) -> tuple[dict[str, Made], Plan]:
+def ulysses(case: Case, q, k, v, real: VirtualFabric, comm_sms: int | None) -> tuple[dict[str, Made], Plan]:
     """A rank's contenders, of the whole q, k and v."""
+    rank, world = real.rank, real.world_size
     places, options = torch.arange(case.rows, device=q.device), (case.causal, None, "bhsd")
-    q_own, k_own, v_own = (place_sequence(x, case.world, rank, 2) for x in (q, k, v))
+    q_own, k_own, v_own = (place_sequence(x, world, rank, 2) for x in (q, k, v))
     call, route = ulysses_check.settle(Site.of(real), *likes(q_own, k_own, v_own), *options, None)
     plan = settled(route.plan, comm_sms)
     fabric = Recorder(real, False)
     (out, _), _ = fused(ulysses_launch.prepare, fabric, call, q_own, k_own, v_own, plan)
-    made = {"fused": Made(fabric.kept, out, 0, place_sequence(places, case.world, rank, 0))}
-    q, k, v = (x.chunk(case.world, 1)[rank] for x in (q, k, v))  # all rows of its heads
-    call, first = ulysses_check.check(1, *likes(q, k, v), *options), rank * case.heads // case.world
+    made = {"fused": Made(fabric.kept, out, 0, place_sequence(places, world, rank, 0))}
+    q, k, v = (x.chunk(world, 1)[rank] for x in (q, k, v))  # all rows of its heads
+    call, first = ulysses_check.check(1, *likes(q, k, v), *options), rank * case.heads // world
     for name, sms in (("local", real.sms - plan.comm_sms), ("local, all", real.sms)):
         fabric = kept_sms(Recorder(real, True), sms)
         (out, _), _ = fused(ulysses_launch.prepare, fabric, call, q, k, v, replace(plan, comm_sms=0))
@@ -183,8 +159,8 @@ def check(case: Case, name: str, made: Made, q: torch.Tensor, k: torch.Tensor, v
             one = slice(b, b + 1), slice(made.head + h, made.head + h + 1)
             truth, _ = reference(q[one][:, :, places], k[one], v[one], causal=case.causal, positions=places)
             worst = max(worst, relative_error(made.out[b : b + 1, h : h + 1, sample], truth))
-    assert worst <= 2 * tolerance(torch.bfloat16), (case.name, name, worst)
-    assert all(part.isfinite().all() for part in made.out), (case.name, name)
+    assert worst <= 2 * tolerance(torch.bfloat16), (case, name, worst)
+    assert all(part.isfinite().all() for part in made.out), (case, name)
     return worst
 
 
@@ -194,68 +170,66 @@ def percent(times: dict[str, Timing], base: str) -> list[float]:
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
-def measure(case: Case, rounds: int, comm_sms: int | None) -> dict:
+def measure(world_size: int, case: Case, rounds: int, comm_sms: int | None = None) -> Row:
     """One row: errors against float32 on fresh data with poisoned results, then times."""
     q, k, v = (
         torch.randn(case.batch, case.heads, case.rows, DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3)
     )
     contenders: dict[str, Callable[[], None]] = {}
     errors: dict[str, float] = {}
-    with virtual_world(case.world, "cuda", timeout=20.0) as world:
+    with virtual_world(world_size, "cuda", timeout=20.0) as world:
         assert isinstance(world, VirtualWorld)
 
         def rank_program(rank, group):
-            return *MAKERS[case.op](
-                case, q, k, v, rank, group.world.fabric(rank), comm_sms
-            ), torch.cuda.current_stream()
+            made, plan = MAKERS[case.op](case, q, k, v, group.world.fabric(rank), comm_sms)
+            return made, plan, torch.cuda.current_stream()
 
         by_rank, plans, streams = zip(*world.run(rank_program), strict=True)
         for name in by_rank[0]:
             launches = [launch for made in by_rank for launch in made[name].kept]
             contenders[name] = together(launches, streams)
-            for made in by_rank:
-                made[name].out.fill_(float("nan"))
-            contenders[name]()
-            torch.cuda.synchronize()
+            poisoned(contenders[name], (made[name].out for made in by_rank))
             errors[name] = max(check(case, name, made[name], q, k, v) for made in by_rank)
         times = interleaved(contenders, rounds)
         world.check()
-    flop = 4 * case.batch * case.heads * case.rows**2 * DIM // (2 if case.causal else 1)
     base = "local" if "local" in times else "open"
     return {
-        "case": case.name, **asdict(case), "placement": case.placement, "plan": plans[0].to_dict(), "rel_error": errors,
+        "case": case.shape, **asdict(case), "world": world_size, "placement": case.placement,
+        "plan": plans[0].to_dict(), "rel_error": errors,
         "ms": {name: [t.median, t.low, t.high] for name, t in times.items()},
-        "tflops": {name: flop / t.median / 1e9 for name, t in times.items()},
+        "tflops": {name: case.flop / t.median / 1e9 for name, t in times.items()},
         "over": base, "overhead_percent": percent(times, base), "over_all_percent": percent(times, f"{base}, all"),
     }  # fmt: skip
 
 
-def main() -> None:
-    """Measure the cases asked for, by default all that fit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", metavar="TEXT")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--comm-sms", type=int, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    options = parser.parse_args()
-    found: list[dict] = []
-    for case in CASES:
-        if options.only not in case.name:
-            continue
-        torch.cuda.empty_cache()
-        if case.bytes_needed > (free := torch.cuda.mem_get_info()[0]):
-            print(f"{case.name}: needs {case.bytes_needed / 1e9:.0f} GB, {free / 1e9:.0f} are free", flush=True)
-            continue
-        found.append(row := measure(case, options.rounds, options.comm_sms))
-        rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
-        over, over_all = (
-            "{:+.1f}% ({:+.1f} to {:+.1f})".format(*row[key]) for key in ("overhead_percent", "over_all_percent")
-        )
-        print(f"{case.name}, {row['plan']['comm_sms']} communicators: TFLOP/s {rates}", flush=True)
-        print(f"    over {row['over']} {over}; over {row['over']}, all {over_all}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=1) + "\n")
+def told(row: Row) -> str:
+    """A row in a line."""
+    rates = "  ".join(f"{name} {rate:.0f}" for name, rate in row["tflops"].items())
+    over, over_all = (
+        "{:+.1f}% ({:+.1f} to {:+.1f})".format(*row[key]) for key in ("overhead_percent", "over_all_percent")
+    )
+    told = f"{row['plan']['comm_sms']} communicators: TFLOP/s {rates}"
+    return f"{told}; over {row['over']} {over}; over {row['over']}, all {over_all}"
 
+
+def label(shape: Shape) -> str:
+    """A shape by name."""
+    return f"W{shape['world_size']} {shape['case'].shape}"
+
+
+def work(shape: Shape, _: int) -> Work:
+    """Of all virtual ranks together, as they share the GPU."""
+    return Work(shape["case"].flop)
+
+
+BENCHES = [
+    Bench(
+        op, "virtual", [shape for shape in SHAPES if shape["case"].op == op], measure, label, told, work,
+        rate="attention_tflops", needs=bytes_needed,
+    )
+    for op in MAKERS
+]  # fmt: skip
+MORE = {"--comm-sms": dict(type=int, metavar="N")}
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, BENCHES, MORE)
