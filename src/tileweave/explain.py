@@ -32,7 +32,7 @@ def explain(op: str, /, *args, **kwargs) -> Route:
     Takes the arguments of the op itself, launches nothing, and raises what the op would raise; TypeError, with the op's
     signature, unless the arguments fit it.
     """
-    if op not in ROUTES:
+    if not isinstance(op, str) or op not in ROUTES:
         raise ValueError(f"explain: no op named {op!r}; there is {', '.join(sorted(ROUTES))}")
     takes = signature(ROUTES[op])
     try:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import tileweave as tw
+import tileweave.fabric.distributed as distributed
 import tileweave.fabric.world as world_module
 from tests.ops.problems import operands
 from tileweave.fabric import fabric_of, virtual_world
@@ -16,15 +17,16 @@ from tileweave.fabric.world import WorldFabric
 
 WORLD = 3
 M, N, K = 6 * WORLD, 8, 16
-DISAGREEMENTS = {
-    "shape": "[36, 16] @ [16, 8]",
-    "dtype": "torch.float16",
-    "bias": "bias=True",
-    "options": "op='avg'",
-    "result dtype": "-> torch.float32",
-    "plan": "128x64x64 2 stages",
-    "order": "[36, 16] @ [16, 8]",
+DISAGREEMENTS = {  # what they are told: rank 0's value and rank 1's
+    "shape": ("m", "18", "36"),
+    "dtype": ("dtype", "torch.bfloat16", "torch.float16"),
+    "bias": ("bias", "False", "True"),
+    "options": ("op", "sum", "avg"),
+    "result dtype": ("out_dtype", "torch.bfloat16", "torch.float32"),
+    "plan": ("plan.stages", "3", "2"),
+    "order": ("m", "18", "36"),
 }
+AS_WELL = {"shape": {"rows"}, "order": {"rows"}, "dtype": {"out_dtype"}}
 
 
 def calls(rank, situation, device="cpu"):
@@ -39,8 +41,8 @@ def calls(rank, situation, device="cpu"):
         options["op"] = "avg"
     if odd and situation == "result dtype":
         options["out_dtype"] = torch.float32
-    if odd and situation == "plan":
-        options["plan"] = tw.Plan(tile=(128, 64, 64), stages=2)
+    if situation == "plan":
+        options["plan"] = tw.Plan(tile=(128, 64, 64), stages=2 if odd else 3)
     if situation == "order":
         return [(x[0][0], x[1][0], {}) for x in ([large, small] if odd else [small, large])]
     a, b, _ = large if odd and situation == "shape" else small
@@ -58,14 +60,13 @@ def told(rank, group, situation, device="cpu"):
 
 
 def assert_told(text, situation):
-    """The text says that the calls differ and shows rank 0's and rank 1's."""
-    assert "the ranks of a group must make the same calls in the same order" in text
-    of_rank = dict(part.split(" at ", 1) for part in text.partition("but met with ")[2].split("; "))
-    assert of_rank.keys() == {f"rank {rank}" for rank in range(WORLD)}
-    assert of_rank["rank 0"] == of_rank["rank 2"] != of_rank["rank 1"]
-    assert "matmul_reduce_scatter of [18, 16] @ [16, 8]" in of_rank["rank 0"]
-    assert DISAGREEMENTS[situation] in of_rank["rank 1"]
-    assert DISAGREEMENTS[situation] not in of_rank["rank 0"]
+    """The text says that the calls differ, and of what they ask only that in which they do."""
+    head, _, told = text.partition("matmul_reduce_scatter differs: ")
+    assert head == "the ranks of a group must make the same calls in the same order, but "
+    word, usual, odd = DISAGREEMENTS[situation]
+    of_word = dict(part.split(" is ", 1) for part in told.split("; "))
+    assert of_word[word] == f"{usual} on ranks 0 and 2, {odd} on rank 1"
+    assert of_word.keys() <= {word} | AS_WELL.get(situation, set())
 
 
 @pytest.mark.parametrize("situation", DISAGREEMENTS)
@@ -100,6 +101,14 @@ def test_without_the_variable_nothing_is_exchanged(monkeypatch):
     assert len(met) == WORLD
 
 
+def test_calls_of_two_ops_are_told_by_their_names(monkeypatch):
+    monkeypatch.setenv("TILEWEAVE_DEBUG", "1")
+    ops = tw.all_reduce, tw.all_gather, tw.all_reduce
+    told = r"but the call is all_reduce on ranks 0 and 2, all_gather on rank 1$"
+    with virtual_world(WORLD, "cpu") as world, pytest.raises(RuntimeError, match=told):
+        world.run(lambda rank, group: ops[rank](torch.ones(8, 8), group))
+
+
 @pytest.mark.parametrize("situation", DISAGREEMENTS)
 def test_ranks_of_one_process_are_compared_without_debug_mode(situation, monkeypatch):
     """Also after warm calls, when nothing else would make the ranks meet; whoever comes second is told."""
@@ -112,9 +121,10 @@ def test_ranks_of_one_process_are_compared_without_debug_mode(situation, monkeyp
             for x, y, options in calls(rank, situation):
                 tw.matmul_reduce_scatter(x, y, group, **options)
 
-        with pytest.raises(RuntimeError, match="the same calls in the same order, but call 1 of this run is") as caught:
+        with pytest.raises(RuntimeError, match="the same calls in the same order, but in call 1 of this run") as caught:
             world.run(differ)
-        assert "on rank 1" in str(caught.value) and DISAGREEMENTS[situation] in str(caught.value)
+        word, *values = DISAGREEMENTS[situation]
+        assert f"{word} is " in str(caught.value) and f"{values[1]} on rank 1" in str(caught.value)
         world.run(lambda rank, group: tw.matmul_reduce_scatter(a[rank], b[rank], group))  # and can go on
 
 
@@ -123,7 +133,7 @@ def test_calls_that_all_ranks_have_made_are_forgotten(monkeypatch):
     with virtual_world(2, "cpu") as world:
         world.run(lambda rank, group: [fabric_of(group).agree(i) for i in range(50)])
         assert len(world._calls) <= 4
-        with pytest.raises(RuntimeError, match=r"call 30 of this run is 3[01] on rank . and 3[01] on rank ."):
+        with pytest.raises(RuntimeError, match=r"call 30 of this run the call is 3[01] on rank ., 3[01] on rank ."):
             world.run(lambda rank, group: [fabric_of(group).agree(i + (rank and i >= 30)) for i in range(50)])
 
 
@@ -145,10 +155,10 @@ def member(rank, init, device, debug, situations):
         for situation in situations:
             assert_told(told(rank, None, situation, device), situation)
     gathered = []
-    gather = dist.all_gather_object
-    dist.all_gather_object = lambda *args, **kw: (gathered.append(args), gather(*args, **kw))[1]
+    gather = distributed.gather_values
+    distributed.gather_values = lambda *args: (gathered.append(args), gather(*args))[1]
     assert_equal_calls_are_made(rank, device)
-    dist.all_gather_object = gather
+    distributed.gather_values = gather
     if device == "cpu":
         assert len(gathered) == int(debug)
     dist.barrier()

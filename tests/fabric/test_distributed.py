@@ -75,7 +75,7 @@ def subgroup_body(rank):
     fabric = fabric_of(group, "cpu")
     assert (fabric.rank, fabric.world_size) == (rank - 1, 2)
     check_reduce_scatter(group, [1, 2])
-    assert fabric.rendezvous(lambda: f"from {rank}") == "from 1"
+    assert fabric.gather_values(f"from {rank}") == ["from 1", "from 2"]
 
 
 def test_a_subgroup_without_rank_0(tmp_path):
@@ -94,12 +94,16 @@ def test_device_meshes(tmp_path):
     start(tmp_path, mesh_body)
 
 
-def rendezvous_body(rank):
+def values_body(rank):
     fabric = fabric_of(None, "cpu")
     assert fabric.rendezvous() is None
-    assert fabric.rendezvous(lambda: rank + 5) == 5
-    raises(ZeroDivisionError, "zero", lambda: fabric.rendezvous(lambda: 1 // 0))
+    mine = [None, "ü" * (1 + 100 * rank), {"rank": rank, "half": rank / 2}, ""]
+    assert fabric.gather_values(mine) == [
+        [None, "ü" * (1 + 100 * r), {"rank": r, "half": r / 2}, ""] for r in range(WORLD)
+    ]
+    raises(TypeError, "not JSON serializable", lambda: fabric.gather_values(object()))  # all of them, before they meet
+    fabric.rendezvous()
 
 
-def test_rendezvous(tmp_path):
-    start(tmp_path, rendezvous_body)
+def test_values_of_any_length_go_to_all(tmp_path):
+    start(tmp_path, values_body)

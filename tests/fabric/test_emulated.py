@@ -98,10 +98,15 @@ def test_results_come_in_rank_order_and_grad_mode_is_the_callers():
             assert world.run(lambda rank, group: torch.is_grad_enabled()) == [False] * 3
 
 
-def test_rendezvous_runs_its_action_once_for_all():
+def test_values_go_to_all_ranks():
+    with virtual_world(4, "cpu") as world:
+        assert world.run(lambda rank, group: fabric_of(group, "cpu").gather_values(rank)) == [[0, 1, 2, 3]] * 4
+
+
+def test_an_action_of_a_meeting_runs_once_for_all():
     calls = []
     with virtual_world(4, "cpu") as world:
-        results = world.run(lambda rank, group: fabric_of(group, "cpu").rendezvous(lambda: calls.append(1) or "met"))
+        results = world.run(lambda rank, group: fabric_of(group).exchange("x", 0, lambda _: calls.append(1) or "met"))
     assert results == ["met"] * 4 and calls == [1]
 
 
@@ -150,7 +155,7 @@ def test_ranks_that_do_not_agree_are_told_so():
     def body(rank, group):
         fabric_of(group, "cpu").channel("op", 100 + rank, 0)
 
-    message = r"rank 0 at channel.*adding_bytes=100.*rank 1 at .*adding_bytes=101"
+    message = r"the call is channel.*adding_bytes=100, .* on rank 0, channel.*adding_bytes=101, .* on rank 1"
     with virtual_world(2, "cpu") as world, pytest.raises(RuntimeError, match=message):
         world.run(body)
 
@@ -160,7 +165,7 @@ def test_an_error_in_an_action_reaches_every_rank():
 
     def body(rank, group):
         try:
-            fabric_of(group, "cpu").rendezvous(lambda: 1 // 0)
+            fabric_of(group, "cpu").exchange("x", None, lambda _: 1 // 0)
         except ZeroDivisionError:
             caught.append(rank)
 

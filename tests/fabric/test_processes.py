@@ -155,7 +155,7 @@ def test_a_stranger_without_the_secret_is_turned_away(tmp_path):
                     stranger.connect(f"\0{name}-0")
                     socket.send_fds(stranger, [bytes(16) + struct.pack("<I", 1)], [file])
                 intruded.append(True)
-            elif isinstance(values[0], tuple):
+            elif isinstance(values[0], list):
                 names.append(values[0][0])
             return values
 

@@ -14,7 +14,7 @@ def test_a_process_alone():
     x = torch.randn(4, 3)
     share = fabric.reduce_scatter(x)
     assert torch.equal(share, x) and share.data_ptr() != x.data_ptr()
-    assert fabric.rendezvous(lambda: 5) == 5
+    assert fabric.gather_values(5) == [5]
 
 
 def test_the_fallback_has_no_channels_and_no_kernels():

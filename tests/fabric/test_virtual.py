@@ -154,7 +154,7 @@ def test_ranks_that_do_not_agree_are_told_so():
     def body(rank, group):
         return pass_on(group) if rank else meet(1, group)
 
-    message = r"rank 0 at channel\('meet'.*; rank 1 at channel\('pass_on'"
+    message = r"the call is channel\('meet'.* on rank 0, channel\('pass_on'.* on rank 1"
     with virtual_world(2, "cuda", timeout=10) as world, pytest.raises(RuntimeError, match=message):
         world.run(body)
 

@@ -118,7 +118,7 @@ def memory_report(group: Group = None, device: torch.device | str | None = None)
 
 def _default(device: torch.device | str | None) -> torch.device | str:
     """The device that a process's tensors are on, unless told otherwise."""
-    return device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device is None else place("device", device)
 
 
 def _indexed(device: torch.device) -> torch.device:

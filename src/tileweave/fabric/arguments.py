@@ -1,5 +1,6 @@
 """Arguments of `virtual_world` held to their rules: each error names the argument, the rule and the value."""
 
+import inspect
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -39,6 +40,22 @@ def ranks(name: str, value: Any, size: int) -> tuple[int, ...]:
     if unknown:
         raise ValueError(f"{name}: expected ranks from 0 to {size - 1}, got {unknown}")
     return chosen
+
+
+def check_function(fn: Any) -> None:
+    """TypeError unless `fn`, what a world runs, can be called with a rank and its group."""
+    if not callable(fn):
+        raise TypeError(f"fn: expected a function of a rank and its group, got {fn!r}")
+    try:
+        takes = inspect.signature(fn)
+    except ValueError:  # some builtins have none
+        return
+    try:
+        takes.bind(0, None)
+    except TypeError as error:
+        raise TypeError(
+            f"fn: expected a function of a rank and its group, got one that takes {takes}: {error}"
+        ) from None
 
 
 def place(name: str, value: Any) -> torch.device:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tileweave import lang
+from tileweave.fabric.agreement import check_facts, facts_of
 
 # Words of a flag block, as in lang.wait: RECORD is followed by index, expected, seen, rank.
 HEADER_WORDS: int = lang.HEADER_WORDS.value
@@ -141,12 +142,12 @@ class Fabric(ABC):
         """
 
     @abstractmethod
-    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
-        """All ranks meet; `action` of one of them runs once, and all return its result."""
+    def gather_values(self, value: Any) -> list[Any]:
+        """All ranks' values, in rank order: None, bools, numbers, text, lists and dictionaries of these. Collective."""
 
-    @abstractmethod
-    def _agree(self, call: Hashable) -> None:
-        """`agree` in debug mode."""
+    def rendezvous(self) -> None:
+        """All ranks meet."""
+        self.gather_values(None)
 
     @abstractmethod
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
@@ -168,11 +169,18 @@ class Fabric(ABC):
         """In debug mode, a meeting of all ranks before they make `call`.
 
         `call` says all that the ranks must agree on; equal ones compare equal. RuntimeError on every rank, with the
-        call of each, if they differ. Ranks of one process compare their calls without debug mode too, but do not meet
-        for it: the rank that comes second to a call that differs is told.
+        values of each, if they differ. Ranks of one process compare their calls without debug mode too, but do not
+        meet for it: the rank that comes second to a call that differs is told.
         """
         if self.debug:
-            self._agree(call)
+            check_facts(self.gather_values(facts_of(call)))
+
+    def hold(self, fault: str | None) -> None:
+        """In debug mode, a meeting of all ranks; ValueError on each if one of them has found a `fault` in its data."""
+        if self.debug:
+            faults = self.gather_values(fault)
+            if any(faults):
+                raise ValueError("; ".join(f"rank {rank}: {each}" for rank, each in enumerate(faults) if each))
 
     def check(self) -> None:
         """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain for a peer."""
@@ -247,10 +255,3 @@ class Outcome:
             raise self.error
         finally:
             del self  # the error's traceback holds this frame: no cycle may keep process groups or GPU memory alive
-
-
-def check_labels(labels: Sequence[Hashable]) -> None:
-    """Raise RuntimeError unless all ranks have come for the same thing."""
-    if len(set(labels)) > 1:
-        each = "; ".join(f"rank {rank} at {label}" for rank, label in enumerate(labels))
-        raise RuntimeError(f"the ranks of a group must make the same calls in the same order, but met with {each}")

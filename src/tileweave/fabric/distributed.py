@@ -1,17 +1,17 @@
 """Groups of torch.distributed, and a process that is alone: no fused kernels, the group's own collectives."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from tileweave.fabric.base import Channel, Copies, Fabric, Outcome, Variant, check_labels, debug_mode
+from tileweave.fabric.base import Channel, Copies, Fabric, Variant, debug_mode
 from tileweave.fabric.capability import cuda_refusal
+from tileweave.fabric.gathering import ALL_GATHER, gather_values
 
-# Newer releases of PyTorch call them by these names, and warn of the old ones.
+# Newer releases of PyTorch call it by the first name, and warn of the other.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class DistributedFabric(Fabric):
@@ -52,24 +52,8 @@ class DistributedFabric(Fabric):
         """Raises RuntimeError: there are no kernels."""
         self._refuse(kernel.__name__)
 
-    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
-        """All ranks meet; `action` of the group's first rank runs, and its result or error, pickled, goes to all."""
-        if self.group is None:
-            return action() if action else None
-        dist.barrier(self.group)
-        outcome = [Outcome.of(action) if action and self.rank == 0 else Outcome()]
-        dist.broadcast_object_list(outcome, group=self.group, group_src=0)
-        return outcome.pop().get()
-
-    def _agree(self, call: Hashable) -> None:
-        if self.group is not None:
-            check_labels(self._gather(call))
-
-    def _gather(self, value: Any) -> list[Any]:
-        """All ranks' values, in rank order; all ranks meet."""
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+    def gather_values(self, value: Any) -> list[Any]:
+        return [value] if self.group is None else gather_values(self.group, value)
 
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         """The group's reduce-scatter."""

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Gather = Callable[[Any], list[Any]]  # one value per rank, gathered on all ranks
+Gather = Callable[[Any], list[Any]]  # `Fabric.gather_values`
 
 
 def exchange_descriptors(
@@ -26,7 +26,8 @@ def exchange_descriptors(
     Collective. RuntimeError on every rank if it fails on one, for instance when a peer does not come in `timeout`
     seconds; no descriptor is left open then.
     """
-    name, secret = gather((f"tileweave-{secrets.token_hex(16)}", secrets.token_bytes(16)))[0]
+    name, words = gather([f"tileweave-{secrets.token_hex(16)}", secrets.token_hex(16)])[0]
+    secret = bytes.fromhex(words)
     sources = set(range(world) if givers is None else givers)
     received: dict[int, int] = {}
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:

@@ -11,7 +11,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from tileweave import lang
+from tileweave.fabric.agreement import check_facts
 from tileweave.fabric.base import (
     BLOCK_WORDS,
     HEADER_WORDS,
@@ -123,7 +124,7 @@ class ProcessFabric(DistributedFabric):
         self._lock = threading.Lock()  # of _failed and the reports, which the watchdog looks at too
         self._last: torch.cuda.Stream | None = None  # that has the latest launch
         self._beside: torch.cuda.Stream | None = None  # for copies
-        facts = self._gather(_facts(device))
+        facts = [Facts(**each) for each in self.gather_values(asdict(_facts(device)))]
         errors = [f"rank {rank}: {fact.error}" for rank, fact in enumerate(facts) if fact.error]
         if errors:
             raise ValueError("; ".join(errors))
@@ -133,7 +134,9 @@ class ProcessFabric(DistributedFabric):
         if self._why is None:
             sharing = max(Counter(fact.gpu for fact in facts).values())
             self.linked = sharing == 1
-            self.sms = min(self._gather(sms_per_rank(sharing, device, None)))  # CTAs of different ranks may be paired
+            self.sms = min(
+                self.gather_values(sms_per_rank(sharing, device, None))
+            )  # CTAs of different ranks may be paired
             self._why = self._try_memory()
         self._why_unicast = self._why or self._one_by_one(facts) or self._try_multicast()
         self.backend = "fallback" if self._why else "processes"
@@ -265,11 +268,16 @@ class ProcessFabric(DistributedFabric):
         """Make room. All ranks come with the same sizes, and meet before old memory goes and new memory is used."""
         old = self._ops.get(op)
         torch.cuda.synchronize(self.device)
-        wanted = (op, adding_bytes, staging_bytes, old is not None)
-        asked = self._gather(wanted)
-        if len(set(asked)) > 1:
-            each = "; ".join(f"rank {rank} for {want}" for rank, want in enumerate(asked))
-            raise RuntimeError(f"the ranks of a group must make the same calls in the same order, but asked {each}")
+        check_facts(
+            self.gather_values(
+                {
+                    "call": f"memory of {op}",
+                    "adding_bytes": str(adding_bytes),
+                    "staging_bytes": str(staging_bytes),
+                    "has some": str(old is not None),
+                }
+            )
+        )
         if old is None:
             made = self._make(op, adding_bytes, staging_bytes)
         else:
@@ -313,14 +321,14 @@ class ProcessFabric(DistributedFabric):
             op, words, state, adding.tensor(torch.uint8), staging.tensor(torch.uint8), int(self.timeout * 1e6),
             self._address(staging),
         )  # fmt: skip
-        self._gather(None)
+        self.gather_values(None)
         return Memories(channel, flags, adding, staging, report)
 
     def _memory(self, nbytes: int, multicast: bool = False) -> "PeerMemory":
         from tileweave.fabric.peer_memory import PeerMemory
 
         timeout = max(self.timeout, 10.0)
-        return PeerMemory(nbytes, self.rank, self.world_size, self.device, self._gather, timeout, multicast)
+        return PeerMemory(nbytes, self.rank, self.world_size, self.device, self.gather_values, timeout, multicast)
 
     def _address(self, staging: "PeerMemory") -> Callable[[torch.Tensor], Any] | None:
         """What its channel has as `multicast`."""
@@ -342,13 +350,17 @@ class ProcessFabric(DistributedFabric):
             return str(failure)
         return None
 
-    def _agree(self, call: Hashable) -> None:
+    def agree(self, call: Hashable) -> None:
         if not torch.cuda.is_current_stream_capturing():  # a group's collectives may wait for the GPU
-            super()._agree(call)
+            super().agree(call)
 
-    def _gather(self, value: Any) -> list[Any]:
+    def hold(self, fault: str | None) -> None:
+        if not torch.cuda.is_current_stream_capturing():
+            super().hold(fault)
+
+    def gather_values(self, value: Any) -> list[Any]:
         with torch.cuda.device(self.device):
-            return super()._gather(value)
+            return super().gather_values(value)
 
     @staticmethod
     def _disagreement(facts: Sequence[Facts]) -> str | None:

@@ -12,7 +12,9 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-from tileweave.fabric.base import Channel, Fabric, Outcome, check_labels, debug_mode
+from tileweave.fabric.agreement import ALIKE, check_labels, difference, facts_of
+from tileweave.fabric.arguments import check_function
+from tileweave.fabric.base import Channel, Fabric, Outcome, debug_mode
 from tileweave.fabric.workspace import Workspace
 
 T = TypeVar("T")
@@ -73,8 +75,10 @@ class World(ABC):
         """Call `fn(rank, group)` once per rank, a thread each, and return the results in rank order.
 
         Inside, `group=None` means this world. The caller's grad mode holds in all ranks. If a rank raises, those that
-        wait for it are released and its exception is raised here. RuntimeError if the world is closed or running.
+        wait for it are released and its exception is raised here. TypeError if `fn` cannot be called so; RuntimeError
+        if the world is closed or running.
         """
+        check_function(fn)
         if self._closed:
             raise RuntimeError("this world is closed: call run inside its `with` block")
         if not self._running.acquire(blocking=False):
@@ -120,10 +124,8 @@ class World(ABC):
                 del self._calls[:everywhere]
                 self._dropped += everywhere
         if other != call:
-            raise RuntimeError(
-                f"the ranks of a group must make the same calls in the same order, but call {number} of this run is "
-                f"{other} on rank {first} and {call} on rank {rank}"
-            )
+            unlike = difference({first: facts_of(other), rank: facts_of(call)})
+            raise RuntimeError(f"{ALIKE}, but in call {number} of this run {unlike}")
 
     def close(self) -> None:
         """Release the world's memory. It cannot run afterwards, nor may graphs that hold its calls be replayed."""
@@ -186,8 +188,8 @@ class WorldFabric(Fabric):
             report[op] = {"own": mapped // self.world_size, "mapped": mapped}
         return report
 
-    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
-        return self.exchange("rendezvous", None, lambda _: action() if action else None)
+    def gather_values(self, value: Any) -> list[Any]:
+        return self.exchange("gather_values", value, list)
 
     @property
     def compares(self) -> bool:
@@ -197,9 +199,6 @@ class WorldFabric(Fabric):
     def agree(self, call: Hashable) -> None:
         super().agree(call)
         self.world.compare(self.rank, call)
-
-    def _agree(self, call: Hashable) -> None:
-        self.exchange(call, None, list)
 
     def exchange(self, label: Hashable, value: Any, action: Callable[[list[Any]], T]) -> T:
         """All ranks meet with a value; `action(values)` runs once, values in rank order, and all return its result.

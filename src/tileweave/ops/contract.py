@@ -4,7 +4,8 @@ So a decision is made once and then found again, and all ranks come to the same 
 no part in it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -44,10 +45,14 @@ class Like(NamedTuple):
 
 
 def check_dense(op: str, named: Iterable[tuple[str, Any]]) -> None:
-    """TypeError unless each of the named arguments is a dense tensor."""
+    """TypeError unless each of the named arguments is a dense tensor of this rank's."""
     for name, x in named:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
+        if hasattr(x, "to_local"):  # a DTensor, by what makes it one: importing the class takes long
+            raise TypeError(
+                f"{op}: {name} must be this rank's tensor, got a {type(x).__name__}; {name}.to_local() would be"
+            )
         if x.layout != torch.strided:
             raise TypeError(f"{op}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
 
@@ -144,10 +149,44 @@ def unaligned(*sizes: tuple[str, int, int]) -> str | None:
 
 
 class Agreement(NamedTuple):
-    """What of a call all ranks must agree on: a call that keeps its op's contract, and how it is computed."""
+    """What of a call all ranks must agree on.
 
+    op: its name; call: what it asks for, a dataclass or what `asks` makes; way: how it is computed, a plan,
+    or whether by a fused kernel.
+    """
+
+    op: str
     call: Any
-    plan: Plan | None
+    way: Plan | bool | None
 
-    def __str__(self) -> str:
-        return f"{self.call}, {'no fused kernel' if self.plan is None else self.plan.brief()}"
+    def facts(self) -> dict[str, str]:
+        """All of it as text, by name."""
+        plan = self.way if isinstance(self.way, Plan) else None
+        agreed = {name: getattr(plan, name) for name in AGREED} if plan else {}
+        fused = ("fused", bool(self.way))
+        return {"call": self.op} | {
+            name: str(x) for name, x in (*_leaves("", self.call), fused, *_leaves("plan.", agreed))
+        }
+
+
+def asks(**facts: Any) -> tuple[tuple[str, Any], ...]:
+    """Facts of a call for an `Agreement`."""
+    return tuple(facts.items())
+
+
+AGREED = ("mechanism", "schedule", "tile", "stages", "split", "comm_sms")  # of a plan
+
+
+def _leaves(prefix: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """Names and values in a dataclass, named tuple, dictionary or tuple of pairs, also within each other."""
+    if is_dataclass(x):
+        pairs: Any = ((each.name, getattr(x, each.name)) for each in fields(x))
+    elif hasattr(x, "_asdict"):
+        pairs = x._asdict().items()
+    else:
+        pairs = x.items() if isinstance(x, dict) else x
+    for name, value in pairs:
+        if is_dataclass(value) or hasattr(value, "_asdict"):
+            yield from _leaves(f"{prefix}{name}.", value)
+        else:
+            yield f"{prefix}{name}", value

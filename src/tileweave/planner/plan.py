@@ -85,12 +85,6 @@ class Plan:
         # Written here once, as torch.compile cannot trace the encoder, but it can read, and guard, a string.
         object.__setattr__(self, "_json", json.dumps(self.to_dict()))
 
-    def brief(self) -> str:
-        """What ranks must agree on, in a line."""
-        tile = "x".join(map(str, self.tile))
-        text = f"plan {self.mechanism} {self.schedule} {tile} {self.stages} stages split {self.split}"
-        return text + (f" {self.comm_sms} communicators" if self.comm_sms else "")
-
     def to_dict(self) -> dict:
         """The plan as plain values, for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self) if each.init}

@@ -30,8 +30,8 @@ def row_tile(t, tiles, cols, GROUP: gl.constexpr):
 
 @gl.jit
 def end_of(offsets, expert, rows):
-    """The row behind an expert's last one, of `rows` in all."""
-    return gl.minimum(gl.load(offsets + expert), rows)
+    """The row behind an expert's last one, from 0 to `rows`, whatever the offsets say."""
+    return gl.maximum(gl.minimum(gl.load(offsets + expert), rows), 0)
 
 
 @gl.jit

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.grouped_matmul.test_grouped_matmul import SIZES, assert_right, problem
+from tests.ops.grouped_matmul.test_grouped_matmul import SIZES, WRONG, assert_right, problem
 from tileweave import Plan
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.planner.tiling import TILINGS
@@ -64,6 +64,20 @@ def test_gradients(compiled):
     for leaf, truth in zip(leaves, (grad_x, grad_w), strict=True):
         assert relative_error(leaf.grad, truth) <= tolerance(torch.bfloat16, 1, True)
     assert not leaves[1].grad[1].any()
+
+
+def test_wrong_offsets_leave_the_context_usable_and_are_told_in_debug_mode(monkeypatch):
+    x, w, offsets = problem([40, 10, 10], device="cuda")
+    for name, ends in WRONG.items():
+        wrong = torch.tensor(ends, dtype=torch.int32, device="cuda")
+        monkeypatch.setenv("TILEWEAVE_DEBUG", "0")
+        with tw.virtual_world(1, device="cuda") as world:
+            world.run(lambda rank, group: tw.grouped_matmul(x, w, wrong))  # noqa: B023
+        monkeypatch.setenv("TILEWEAVE_DEBUG", "1")
+        if name != "negative":
+            with tw.virtual_world(1, device="cuda") as world, pytest.raises(ValueError, match="must not decrease"):
+                world.run(lambda rank, group: tw.grouped_matmul(x, w, wrong))  # noqa: B023
+    assert_right(tw.grouped_matmul(x, w, offsets), x, w, offsets)
 
 
 def test_beyond_two_to_the_31_elements():

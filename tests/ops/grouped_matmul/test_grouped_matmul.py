@@ -13,7 +13,7 @@ import tileweave as tw
 from tests.ops.mutants import SOURCES
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
-from tileweave.ops.grouped_matmul import launch, reference
+from tileweave.ops.grouped_matmul import launch, op, reference
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 
 SIZES = {
@@ -80,6 +80,38 @@ def test_offsets_beyond_the_rows_count_as_the_end():
     x, w, offsets = problem([40, 40])
     out = emulated(lambda: tw.grouped_matmul(x, w, offsets + torch.tensor([0, 1000], dtype=torch.int32)))
     assert_right(out, x, w, offsets)
+
+
+WRONG = {
+    "decreasing": [30, 10, 60],
+    "negative": [-5, 20, 60],
+    "overlapping": [60, 0, 60],
+    "wild": [2**31 - 1, -(2**31), 60],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_decreasing_offsets_are_refused_where_the_host_knows_them(name):
+    x, w, _ = problem([40, 10, 10])
+    offsets = torch.tensor(WRONG[name], dtype=torch.int32)
+    if name == "negative":  # which are none but the first, that has no rows
+        assert_right(emulated(lambda: tw.grouped_matmul(x, w, offsets)), x, w, offsets.clamp(min=0))
+        return
+    told = rf"^grouped_matmul: offsets must not decrease.* offsets\[1\] = {WRONG[name][1]} is below offsets\[0\]"
+    for where in (emulated, lambda call: call()):
+        with pytest.raises(ValueError, match=told):
+            where(lambda: tw.grouped_matmul(x, w, offsets))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_on_a_device_wrong_offsets_touch_nothing_beyond_the_operands(name, monkeypatch):
+    """The emulator raises where a kernel reads or writes beyond a tensor. One CTA, as rows that two experts claim race."""
+    monkeypatch.setattr(op, "check_offsets", lambda offsets: None)
+    x, w, _ = problem([40, 10, 10])
+    offsets = torch.tensor(WRONG[name], dtype=torch.int32)
+    for seed, tile in enumerate(((64, 64, 64), (128, 128, 64))):
+        out = emulated(lambda: tw.grouped_matmul(x, w, offsets, plan=Plan(tile=tile, stages=3)), seed, 1)  # noqa: B023
+        assert out.shape == (60, w.shape[2])
 
 
 def test_calls_follow_each_other_with_other_offsets():

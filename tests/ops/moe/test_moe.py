@@ -194,3 +194,33 @@ def test_the_way_back_refuses_other_rows():
         tw.moe_combine(y[1:], route)
     with pytest.raises(ValueError, match="h must be"):
         tw.moe_matmul_combine(y.float(), p.down, route)
+
+
+@pytest.mark.parametrize("wrong", [8, -2, 2**40])
+def test_what_is_no_experts_number_is_dropped_and_told_to_all_ranks_in_debug_mode(wrong, monkeypatch):
+    p = problem([6, 8], 8, 2)
+    p.index[1][3, 1] = -1
+    monkeypatch.setenv("TILEWEAVE_DEBUG", "0")
+    with tw.virtual_world(2, device="cpu") as world:
+        dropped = [out for out, *_ in run(world, p)]
+        p.index[1][3, 1] = wrong
+        assert all(torch.equal(a, b) for a, (b, *_) in zip(dropped, run(world, p), strict=True))
+    monkeypatch.setenv("TILEWEAVE_DEBUG", "1")
+    told = [None, None]
+
+    def body(rank, group):
+        try:
+            there_and_back(p, rank, group)
+        except ValueError as error:
+            told[rank] = str(error)
+
+    with tw.virtual_world(2, device="cpu") as world:
+        world.run(body)
+    assert (
+        told[0]
+        == told[1]
+        == (
+            "rank 1: moe_dispatch_matmul: topk_index must be experts' numbers, 0 to 7, or -1 for none, but 1 of 16 are "
+            f"others, the first one {wrong}"
+        )
+    )

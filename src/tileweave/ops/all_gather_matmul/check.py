@@ -21,7 +21,7 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
-from tileweave.ops.route import Route
+from tileweave.ops.route import Route, fallback
 from tileweave.planner import Plan
 from tileweave.planner.all_gather_matmul import Problem, plan_for, unsupported
 
@@ -60,14 +60,6 @@ class Call:
     def local(self) -> bool:
         """Whether nothing has to be gathered: each result is empty, or a bias at most."""
         return self.rows == 0 or self.k == 0 or (sum(self.ns) == 0 and not self.return_gathered)
-
-    def __str__(self) -> str:
-        shapes = ", ".join(f"[{self.k}, {n}]" for n in self.ns)
-        return (
-            f"{NAME} of [{self.rows}, {self.k}] @ {shapes} {self.dtype}, bias={self.bias}, "
-            f"return_gathered={self.return_gathered}, max_sms={self.max_sms or None}"
-            f"{', scales by column' if self.by_column else ''}"
-        )
 
 
 def check_kinds(a, b, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=()) -> None:
@@ -160,7 +152,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if refusal is None and sum(call.ns) == 0:
         refusal = "the results but for the gathered rows are empty"
     if refusal:
-        return Route(NAME, "fallback", False, f"{refusal}: the group's all-gather, then torch.matmul")
+        return fallback(NAME, refusal, "the group's all-gather, then torch.matmul", plan)
     plan = plan or plan_for(problem)
     return Route(NAME, site.backend, True, plan.reason, plan)
 

@@ -68,7 +68,7 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
     like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias))
     of_scales = Like.of(scale_a), tuple(map(Like.of, scale_b))
     call, route = settle(Site.of(fabric), *like, return_gathered, plan, max_sms or 0, *of_scales)
-    agreement = Agreement(call, route.plan)
+    agreement = Agreement(NAME, call, route.plan)
     if fabric.compares:
         fabric.agree(agreement)
     if route.plan is None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from tileweave.ops.contract import check_dense
+
 REDUCTIONS = ("sum", "avg")
 # What a group of torch.distributed can sum, so that a call is right in every world or in none.
 SUMMABLE = (
@@ -32,27 +34,16 @@ class Call:
     reduction: str | None = None
     deterministic: bool = False
 
-    def __str__(self) -> str:
-        dims = "".join(
-            f", {word}={value!r}"
-            for word, value in (("split", self.split), ("concat", self.concat), ("op", self.reduction))
-            if value is not None
-        )
-        return f"{self.name} of {list(self.shape)} {self.dtype}{dims}, deterministic={self.deterministic}"
-
 
 def check_kinds(name: str, x: Any, **options: Any) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: x must be a torch.Tensor, got {type(x).__name__}")
-    if x.layout != torch.strided:
-        raise TypeError(f"{name}: x must be a dense tensor, got {x.layout}; x.to_dense() would be")
+    check_dense(name, (("x", x),))
     for word, value in options.items():
         if word == "op":
             if value not in REDUCTIONS:
                 raise ValueError(f"{name}: op must be 'sum' or 'avg', got {value!r}")
         elif word == "deterministic":
-            if value not in (None, True, False):
+            if not isinstance(value, bool | None):
                 raise TypeError(f"{name}: deterministic must be True, False or None, got {value!r}")
         elif isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
             raise TypeError(f"{name}: {word} must be an int, got {value!r}")

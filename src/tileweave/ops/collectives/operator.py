@@ -16,14 +16,15 @@ backward pass is a collective too, by the same operators, which can be different
 | all_to_all | all_to_all of the gradient with the dimensions exchanged |
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from tileweave.fabric import Fabric, group_size, named_fabric
-from tileweave.ops.collectives.check import Call, check, check_kinds
+from tileweave.ops.collectives.check import check, check_kinds
 from tileweave.ops.collectives.launch import CHANNEL, prepare, unfused
 from tileweave.ops.collectives.passes import choose
+from tileweave.ops.contract import Agreement
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.registration import recall, remember
 
@@ -33,16 +34,6 @@ OPTIONS = {
     "all_reduce": {"op": "str", "deterministic": "bool"},
     "all_to_all": {"split_dim": "int", "concat_dim": "int"},
 }
-
-
-class Agreement(NamedTuple):
-    """What of a call all ranks must agree on."""
-
-    call: Call
-    fused: bool
-
-    def __str__(self) -> str:
-        return f"{self.call}{'' if self.fused else ', no fused kernel'}"
 
 
 def run(fabric: Fabric, name: str, x: torch.Tensor, *options: Any) -> torch.Tensor:
@@ -57,7 +48,7 @@ def run(fabric: Fabric, name: str, x: torch.Tensor, *options: Any) -> torch.Tens
     check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
     call = check(name, fabric.world_size, x, *options)
     route = choose(fabric, call, x.device)
-    agreement = Agreement(call, route.fused)
+    agreement = Agreement(name, call, route.fused)
     if fabric.compares:
         fabric.agree(agreement)
     if not route.fused:

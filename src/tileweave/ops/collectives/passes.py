@@ -13,7 +13,7 @@ import torch
 from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.fabric.base import FLAGS
 from tileweave.ops.collectives.check import Call
-from tileweave.ops.route import Route
+from tileweave.ops.route import Route, fallback
 
 LINE_BYTES = 16  # the widest access of a thread
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)  # what the kernel adds
@@ -143,7 +143,7 @@ def choose(fabric: Fabric, call: Call, device: torch.device) -> Route:
     if refusal is None and not empty:
         refusal = _too_large(passes(call, world)[0])
     if refusal:
-        return Route(call.name, "fallback", False, f"{refusal}: the group's own collective")
+        return fallback(call.name, refusal, "the group's own collective")
     if empty:
         return Route(call.name, fabric.backend, False, "the result is empty: nothing to launch")
     return Route(call.name, fabric.backend, True, "; then ".join(_describe(p, fabric) for p in passes(call, world)))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from tileweave.fabric import Fabric
-from tileweave.ops.contract import DTYPES, Like, check_plan, unaligned
-from tileweave.ops.route import Route
+from tileweave.ops.contract import DTYPES, Like, check_dense, check_plan, unaligned
+from tileweave.ops.route import Route, fallback
 from tileweave.planner import H200, Plan
 from tileweave.planner.moe import GroupedProblem, plan_for, unsupported
 
@@ -26,9 +26,7 @@ class Call:
 
 def check_kinds(x, w, offsets, plan) -> None:
     """TypeError for values that an operator's schema cannot hold; the rest is for `check`."""
-    for name, value in (("x", x), ("w", w), ("offsets", offsets)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    check_dense(NAME, (("x", x), ("w", w), ("offsets", offsets)))
     check_plan(NAME, plan)
 
 
@@ -52,6 +50,17 @@ def check(x: Like, w: Like, offsets: Like) -> Call:
     return Call(x.dtype, x.shape[0], w.shape[0], x.shape[1], w.shape[2])
 
 
+def check_offsets(offsets: torch.Tensor) -> None:
+    """ValueError if an expert ends before the one ahead of it. The host waits for the offsets."""
+    falls = (offsets[1:] < offsets[:-1]).nonzero()
+    if len(falls):
+        e = int(falls[0]) + 1
+        raise ValueError(
+            f"{NAME}: offsets must not decrease, as they are the ends of experts' rows, but offsets[{e}] = "
+            f"{int(offsets[e])} is below offsets[{e - 1}] = {int(offsets[e - 1])}"
+        )
+
+
 def choose(fabric: Fabric, call: Call, device: torch.device, plan: Plan | None) -> Route:
     """The path of a call; ValueError if it cannot follow the plan."""
     problem = GroupedProblem(call.rows, call.experts, call.n, call.k, fabric.sms or H200.sms)
@@ -61,7 +70,7 @@ def choose(fabric: Fabric, call: Call, device: torch.device, plan: Plan | None) 
     if refusal is None and device.type != fabric.device.type:
         refusal = f"x is on {device}, the ranks of this world are on {fabric.device}"
     if refusal:
-        return Route(NAME, "fallback", False, f"{refusal}: a torch.matmul for each expert")
+        return fallback(NAME, refusal, "a torch.matmul for each expert", plan)
     if call.n == 0 or call.k == 0:
         return Route(NAME, fabric.backend, False, "nothing to multiply")
     plan = plan or plan_for(problem)

@@ -56,8 +56,8 @@ def tiles_before(offsets, expert, rows, BM: gl.constexpr):
     count = gl.zeros([LANES], gl.int32, L)
     for first in range(0, expert, LANES):
         e = first + gl.arange(0, LANES, L)
-        end = gl.minimum(gl.load(offsets + e, mask=e < expert, other=0), rows)
-        start = gl.minimum(gl.load(offsets + e - 1, mask=(e > 0) & (e < expert), other=0), rows)
+        end = gl.maximum(gl.minimum(gl.load(offsets + e, mask=e < expert, other=0), rows), 0)
+        start = gl.maximum(gl.minimum(gl.load(offsets + e - 1, mask=(e > 0) & (e < expert), other=0), rows), 0)
         count += gl.cdiv(gl.maximum(end - start, 0), BM)
     return gl.sum(count, 0)
 
@@ -80,7 +80,7 @@ def grouped_tiles_kernel(
     offsets, table, out, rows, n, limit, EXPERTS: gl.constexpr, BM: gl.constexpr
 ):  # fmt: skip
     """table [1 + limit][ENTRY] int32 = how many row tiles there are, then these in the order of experts. Of `offsets`
-    [EXPERTS] int32, ends of experts, what is beyond `rows` counts as `rows`. Zeroes rows of `out` [rows, n] that are no
+    [EXPERTS] int32, ends of experts, what is beyond `rows` counts as `rows`, what is negative as 0. Zeroes rows of `out` [rows, n] that are no
     expert's. Grid: any number of CTAs."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     LANES: gl.constexpr = 32 * gl.num_warps()
@@ -88,8 +88,8 @@ def grouped_tiles_kernel(
     for expert in range(gl.program_id(0), EXPERTS, gl.num_programs(0)):
         start = gl.to_tensor(0)
         if expert > 0:
-            start = gl.minimum(gl.load(offsets + expert - 1), rows)
-        end = gl.minimum(gl.load(offsets + expert), rows)
+            start = end_of(offsets, expert - 1, rows)
+        end = end_of(offsets, expert, rows)
         before = tiles_before(offsets, expert, rows, BM)
         tiles = gl.cdiv(gl.maximum(end - start, 0), BM)
         for first in range(0, tiles, LANES):
@@ -101,7 +101,7 @@ def grouped_tiles_kernel(
             gl.store(entry + 2, i * 0 + end, mask=there)
         if expert == EXPERTS - 1:
             gl.store(table, gl.minimum(before + tiles, limit))
-    zero_rows(out, gl.maximum(gl.minimum(gl.load(offsets + EXPERTS - 1), rows), 0), rows, n)
+    zero_rows(out, end_of(offsets, EXPERTS - 1, rows), rows, n)
 
 
 # ---------------------------------------------------------------- the matmul

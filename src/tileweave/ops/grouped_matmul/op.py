@@ -14,7 +14,7 @@ import torch
 
 from tileweave.fabric import local_fabric
 from tileweave.ops.contract import Like, operand_dtype
-from tileweave.ops.grouped_matmul.check import NAME, check, check_kinds, choose
+from tileweave.ops.grouped_matmul.check import NAME, check, check_kinds, check_offsets, choose
 from tileweave.ops.grouped_matmul.launch import fused, unfused, unfused_outer
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.registration import read_plan
@@ -39,7 +39,8 @@ def grouped_matmul(
         w: `[E, H, I]`, dtype and device of x, one of its last two strides 1: a transposed weight costs no copy.
         offsets: `[E]` int32 on the device of x, the end of each expert's rows, none less than the one before. They are
             read on the device: no host synchronization, and a CUDA graph may be replayed with others. What is beyond T
-            counts as T.
+            counts as T, what is below 0 as 0. Decreasing ones raise ValueError where the host knows them: on a CPU, and
+            in debug mode. Elsewhere they make the result's rows wrong, but nothing beyond x and the result is touched.
         plan: a `Plan` to use instead of the planner's: tile and stages.
 
     Returns:
@@ -71,6 +72,8 @@ def _run(x, w, offsets, plan):
     call = check(Like.of(x), Like.of(w), Like.of(offsets))
     fabric = local_fabric(x.device)
     chosen = choose(fabric, call, x.device, read_plan(plan)).plan
+    if not offsets.is_cuda or (fabric.debug and not torch.cuda.is_current_stream_capturing()):
+        check_offsets(offsets)
     return unfused(x, w, offsets) if chosen is None else fused(fabric, call, x, w, offsets, chosen)
 
 

@@ -21,7 +21,7 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
-from tileweave.ops.route import Route
+from tileweave.ops.route import Route, fallback
 from tileweave.planner import Plan
 from tileweave.planner.matmul_all_reduce import Problem, plan_for, unsupported
 
@@ -50,19 +50,12 @@ class Call:
     norm: bool
     options: Options
 
-    def __str__(self) -> str:
-        return (
-            f"{NAME} of [{self.m}, {self.k}] @ [{self.k}, {self.n}] {self.dtype}, bias={self.bias}, "
-            f"residual={self.residual}, norm={self.norm}, deterministic={self.options.deterministic}, "
-            f"norm_eps={self.options.norm_eps}, max_sms={self.options.max_sms or None}"
-        )
-
 
 def check_kinds(a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
     optional = ("bias", bias), ("residual", residual), ("norm_weight", norm_weight)
     check_dense(NAME, (("a", a), ("b", b), *((name, x) for name, x in optional if x is not None)))
-    if deterministic not in (None, True, False):
+    if not isinstance(deterministic, bool | None):
         raise TypeError(f"{NAME}: deterministic must be True, False or None, got {deterministic!r}")
     if isinstance(norm_eps, bool) or not isinstance(norm_eps, float | int):
         raise TypeError(f"{NAME}: norm_eps must be a number, got {norm_eps!r}")
@@ -117,7 +110,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if plan is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
-        return Route(NAME, "fallback", False, f"{refusal}: torch.matmul, then the group's all-reduce")
+        return fallback(NAME, refusal, "torch.matmul, then the group's all-reduce", plan)
     if call.m == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     plan = plan or plan_for(problem)

@@ -18,7 +18,7 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
-from tileweave.ops.route import Route
+from tileweave.ops.route import Route, fallback
 from tileweave.planner import Plan, Problem, plan_for, unsupported
 
 NAME = "matmul_reduce_scatter"
@@ -45,18 +45,12 @@ class Call:
     rows: int
     max_sms: int
 
-    def __str__(self) -> str:
-        return (
-            f"{NAME} of [{self.m}, {self.k}] @ [{self.k}, {self.n}] {self.dtype} -> {self.out_dtype}, op={self.op!r}, "
-            f"bias={self.bias}, deterministic={self.deterministic}, max_sms={self.max_sms or None}"
-        )
-
 
 def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
     optional = ("bias", bias), ("scale_a", scale_a), ("scale_b", scale_b)
     check_dense(NAME, (("a", a), ("b", b), *((name, x) for name, x in optional if x is not None)))
-    if deterministic not in (None, True, False):
+    if not isinstance(deterministic, bool | None):
         raise TypeError(f"{NAME}: deterministic must be True, False or None, got {deterministic!r}")
     if op not in REDUCTIONS:
         raise ValueError(f"{NAME}: op must be 'sum' or 'avg', got {op!r}")
@@ -123,7 +117,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if plan is not None and (why := unsupported(problem, plan)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
-        return Route(NAME, "fallback", False, f"{refusal}: torch.matmul, then the group's reduce-scatter")
+        return fallback(NAME, refusal, "torch.matmul, then the group's reduce-scatter", plan)
     if call.rows == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     plan = plan or plan_for(problem)

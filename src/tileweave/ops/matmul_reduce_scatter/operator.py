@@ -64,7 +64,7 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a
     like = Like.of(a), Like.of(b), op, Like.of(bias)
     of_scales = Like.of(scale_a), Like.of(scale_b)
     call, route = settle(Site.of(fabric), *like, deterministic, out_dtype, plan, max_sms or 0, *of_scales)
-    agreement = Agreement(call, route.plan)
+    agreement = Agreement(NAME, call, route.plan)
     if fabric.compares:
         fabric.agree(agreement)
     if call.rows == 0 or call.n == 0:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from tileweave.fabric import Fabric
-from tileweave.ops.contract import DTYPES
+from tileweave.ops.contract import DTYPES, check_dense
 from tileweave.ops.moe.kernel import STEPS
 from tileweave.ops.moe.routing import Experts, TokenRoute
-from tileweave.ops.route import Route
+from tileweave.ops.route import Route, fallback
 from tileweave.planner import H200, Plan
 from tileweave.planner.moe import (
     DispatchProblem,
@@ -34,14 +34,9 @@ def check_dispatch(
     """How experts are divided, if the arguments of a dispatch keep the contract, but for `check_own`; TypeError
     or ValueError if they break it."""
     optional = (("topk_weight", topk_weight), ("w_gate", w_gate))
-    for name, value in (
-        ("x", x),
-        ("topk_index", topk_index),
-        ("w", w),
-        *(each for each in optional if each[1] is not None),
-    ):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{NAME}: {name} must be a torch.Tensor, got {type(value).__name__}")
+    named = (("x", x), ("topk_index", topk_index), ("w", w), *(each for each in optional if each[1] is not None))
+    check_dense(NAME, named)
+    for name, value in named:
         if value.device != x.device:
             raise ValueError(f"{NAME}: {name} must be on x's device {x.device}, got {value.device}")
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1]:
@@ -83,6 +78,17 @@ def check_dispatch(
     return found
 
 
+def unknown_experts(topk_index: torch.Tensor, experts: int) -> str | None:
+    """What is wrong with choices that are neither -1 nor an expert's number, if there are any. The host waits."""
+    unknown = topk_index[(topk_index < -1) | (topk_index >= experts)]
+    if unknown.numel() == 0:
+        return None
+    return (
+        f"{NAME}: topk_index must be experts' numbers, 0 to {experts - 1}, or -1 for none, but {unknown.numel()} of "
+        f"{topk_index.numel()} are others, the first one {int(unknown[0])}"
+    )
+
+
 def check_own(experts: Experts, rank: int, own: int) -> None:
     """ValueError unless this rank's w has this rank's experts."""
     first, end = experts.of(rank)
@@ -110,15 +116,15 @@ def choose(
         if refusal is None and (size % 8 or size == 0):
             refusal = f"{name} = {size} is no multiple of 8, so rows are not 16-byte aligned as TMA needs"
     refusal = refusal or unfusable(problem)
-    if refusal is None:
-        plan = plan or dispatch_plan_for(problem)
-        limit = most_rows(problem, plan)
-        if most is not None and most > limit:
-            refusal = f"a rank may have {most} rows, the flags of {placers_of(plan)} SMs that place can count {limit}"
-    if refusal or plan is None:
-        return Route(NAME, fabric.backend, False, f"{refusal}: tokens by the group's all-to-all, then grouped_matmul")
+    taken = plan or (dispatch_plan_for(problem) if refusal is None else None)
+    limit = most_rows(problem, taken) if taken else 0
+    if refusal is None and most is not None and taken and most > limit:
+        refusal = f"a rank may have {most} rows, the flags of {placers_of(taken)} SMs that place can count {limit}"
+    if refusal or taken is None:
+        way = "tokens by the group's all-to-all, then grouped_matmul"
+        return fallback(NAME, refusal or "no plan fits", way, plan, fabric.backend)
     until = "" if most is not None else f"; if a rank comes to have more than {limit} rows, the group's all-to-all"
-    return Route(NAME, fabric.backend, True, plan.reason + until, plan)
+    return Route(NAME, fabric.backend, True, taken.reason + until, taken)
 
 
 def most_rows(problem: DispatchProblem, plan: Plan) -> int:
@@ -130,8 +136,7 @@ def check_rows(name: str, what: str, y: Any, route: Any, world: int) -> None:
     """TypeError or ValueError unless `y` has the rows of a route."""
     if not isinstance(route, TokenRoute):
         raise TypeError(f"{name}: route must be what moe_dispatch_matmul returned, got {type(route).__name__}")
-    if not isinstance(y, torch.Tensor):
-        raise TypeError(f"{name}: {what} must be a torch.Tensor, got {type(y).__name__}")
+    check_dense(name, ((what, y),))
     rows = route.row_slot.shape[0]
     if y.dim() != 2 or y.shape[0] != rows or y.dtype not in DTYPES or y.device != route.row_slot.device:
         raise ValueError(
@@ -145,8 +150,7 @@ def check_rows(name: str, what: str, y: Any, route: Any, world: int) -> None:
 def check_combine(h: Any, w: Any, route: Any, world: int, plan: Any) -> None:
     """TypeError or ValueError unless `h` has the rows of a route and `w` a matrix of each of its experts."""
     check_rows(COMBINE, "h", h, route, world)
-    if not isinstance(w, torch.Tensor):
-        raise TypeError(f"{COMBINE}: w must be a torch.Tensor, got {type(w).__name__}")
+    check_dense(COMBINE, (("w", w),))
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"{COMBINE}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
     experts = route.offsets.shape[0]
@@ -165,7 +169,7 @@ def choose_combine(fabric: Fabric, h: Any, w: Any, plan: Plan | None) -> Route:
     if refusal is None and h.device.type != fabric.device.type:
         refusal = f"h is on {h.device}, the ranks of this world are on {fabric.device}"
     if refusal:
-        return Route(COMBINE, fabric.backend, False, f"{refusal}: grouped_matmul, then rows by the group's all-to-all")
+        return fallback(COMBINE, refusal, "grouped_matmul, then rows by the group's all-to-all", plan, fabric.backend)
     problem = GroupedProblem(h.shape[0], w.shape[0], w.shape[2], w.shape[1], fabric.sms or H200.sms)
     plan = plan or combine_plan_for(problem)
     return Route(COMBINE, fabric.backend, True, plan.reason, plan)

@@ -16,6 +16,7 @@ so a backward pass is a collective too, and the products are not computed again.
 import torch
 
 from tileweave.fabric import named_fabric
+from tileweave.ops.contract import Agreement, asks
 from tileweave.ops.library import LIBRARY, TAGS
 from tileweave.ops.moe.check import COMBINE, choose_combine
 from tileweave.ops.moe.combine_launch import fused
@@ -36,7 +37,10 @@ def _run(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots,
     fabric = named_fabric(group_name, h.device)
     chosen = choose_combine(fabric, h, w, read_plan(plan))
     if fabric.compares:
-        fabric.agree((COMBINE, h.dtype, tuple(w.shape[1:]), slots, homes, row_weight is None, chosen.fused))
+        asked = asks(
+            dtype=h.dtype, I=w.shape[1], H=w.shape[2], slots=slots, homes=homes, weighted=row_weight is not None
+        )
+        fabric.agree(Agreement(COMBINE, asked, chosen.fused))
     if chosen.plan is None:
         rows = torch.ops.tileweave.grouped_matmul.default(h, w, offsets, "")
         return combine(rows, row_weight, row_slot, token_slot, slots, group_name)

@@ -39,8 +39,8 @@ def moe_dispatch_matmul(
     Args:
         x: `[T, H]`, bfloat16 or float16, this rank's tokens; T may differ between ranks, 0 included.
         topk_index: `[T, k]`, int32 or int64: the experts of each token by their number in the whole group; -1, or what
-            is no expert's number, is dropped. An expert that a token names twice gets two rows of it: both weights
-            count.
+            is no expert's number (in debug mode an error on all ranks), is dropped. An expert that a token names twice
+            gets two rows of it: both weights count.
         w: `[E_local, H, I]`, this rank's experts, as `grouped_matmul` takes them. Experts are divided as
             torch.tensor_split does: consecutive ones, the first ranks one more if they do not divide.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's

@@ -19,8 +19,9 @@ so a backward pass is a collective too.
 import torch
 
 from tileweave.fabric import group_size, named_fabric
+from tileweave.ops.contract import Agreement, asks
 from tileweave.ops.library import LIBRARY, TAGS
-from tileweave.ops.moe.check import NAME, check_own, choose
+from tileweave.ops.moe.check import NAME, check_own, choose, unknown_experts
 from tileweave.ops.moe.launch import fused
 from tileweave.ops.moe.routing import Experts, find_route, sizes_of
 from tileweave.ops.moe.unfused import combine, dispatch
@@ -46,7 +47,10 @@ def _run_route(topk_index, experts, own, capacity, max_tokens, group_name):
     divided = Experts(experts, fabric.world_size)
     check_own(divided, fabric.rank, own)
     if fabric.compares:
-        fabric.agree((f"{NAME}: route", experts, topk_index.shape[1], capacity, max_tokens))
+        asked = asks(experts=experts, topk=topk_index.shape[1], capacity=capacity, max_tokens=max_tokens)
+        fabric.agree(Agreement(f"{NAME}, its route,", asked, None))
+    if fabric.debug:
+        fabric.hold(unknown_experts(topk_index, experts))
     return find_route(fabric, group_name, topk_index, divided, capacity, max_tokens)
 
 
@@ -71,7 +75,10 @@ def _run(
     experts = Experts(totals.shape[0], fabric.world_size)
     chosen = choose(fabric, x, w, w_gate is not None, experts, most, read_plan(plan))
     if fabric.compares:
-        fabric.agree((NAME, x.dtype, tuple(w.shape[1:]), slots, most, w_gate is None, chosen.plan))
+        sizes = asks(
+            dtype=x.dtype, H=w.shape[1], I=w.shape[2], slots=slots, most=most, gated=w_gate is not None, silu=silu
+        )
+        fabric.agree(Agreement(NAME, sizes, chosen.plan))
     if chosen.plan is not None:
         return fused(
             fabric, x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu,

@@ -28,9 +28,6 @@ class Call(contract.Call):
 
     placement: str
 
-    def __str__(self) -> str:
-        return f"{super().__str__()}, placement={self.placement!r}"
-
 
 def channel_name(plan: Plan) -> str:
     """The channel of a call with this plan: with another protocol the slots, flags and epoch are others too."""

@@ -8,6 +8,7 @@ from tileweave.ops.registration import is_plain
 from tileweave.ops.ring_attention.check import check_kinds, settle
 from tileweave.ops.ring_attention.operator import OPERATOR, run
 from tileweave.ops.route import Route
+from tileweave.ops.sequence.contract import check_words
 from tileweave.planner import Plan
 
 
@@ -79,6 +80,7 @@ def ring_attention(
     """
     options = causal, scale, layout, placement
     check_kinds(q, k, v, cu_seqlens, causal, scale, plan, return_lse)
+    check_words("ring_attention", layout=layout, placement=placement)
     if is_plain(q, k, v, cu_seqlens):
         out, lse = run(fabric_of(group, q.device), q, k, v, cu_seqlens, *options, plan)
     else:
@@ -93,5 +95,6 @@ def route(
 ) -> Route:  # fmt: skip
     """What `ring_attention` would do with these arguments; launches nothing, raises what it would raise."""
     check_kinds(q, k, v, cu_seqlens, causal, scale, plan, return_lse)
+    check_words("ring_attention", layout=layout, placement=placement)
     like = Like.autocast(q), Like.autocast(k), Like.autocast(v), Like.of(cu_seqlens)
     return settle(Site.of(fabric_of(group, q.device)), *like, causal, scale, layout, placement, plan)[1]

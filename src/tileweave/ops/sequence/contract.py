@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tileweave.ops.contract import DTYPES, Like, Site, check_dense, check_plan, out_of_reach
-from tileweave.ops.route import Route
+from tileweave.ops.route import Route, fallback
 from tileweave.planner import Plan
 from tileweave.planner.attention import DIMS, Problem, padded_dim, plan_for
 
@@ -50,12 +50,6 @@ class Call:
         """Whether no query has anything to attend to."""
         return 0 in (self.shape.batch, self.shape.rows, self.shape.kv_rows)
 
-    def __str__(self) -> str:
-        return (
-            f"{self.op} of {self.shape} {self.dtype}, causal={self.causal}, scale={self.scale}, "
-            f"layout={self.layout!r}, packed={self.packed}"
-        )
-
 
 def heads_first(x: torch.Tensor, layout: str) -> torch.Tensor:
     """`x` as [B, H, S, D], a view; and the same once more gives it back in `layout`."""
@@ -90,6 +84,13 @@ def check_kinds(name: str, q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any,
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise TypeError(f"{name}: scale must be a float or None, got {scale!r}")
     check_plan(name, plan)
+
+
+def check_words(name: str, **words: Any) -> None:
+    """TypeError unless all of these arguments are text."""
+    for word, value in words.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: {word} must be a string, got {value!r}")
 
 
 def check_packed(name: str, cu_seqlens: Like, q: Like, shape: Shape) -> None:
@@ -169,6 +170,6 @@ def decide(site: Site, call: Call, problem: Problem | None, refusal: str | None,
     if call.empty:
         return Route(call.op, site.backend, False, "no query has anything to attend to: nothing to launch")
     if refusal or problem is None:
-        return Route(call.op, "fallback", False, f"{refusal}: {way}")
+        return fallback(call.op, refusal or "no tile has these heads", way, plan)
     plan = plan or plan_for(problem)
     return Route(call.op, site.backend, True, plan.reason, plan)

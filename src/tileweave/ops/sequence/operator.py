@@ -69,7 +69,7 @@ class Attention:
         causal, scale, *_, plan = options
         check_kinds(self.name, q, k, v, cu_seqlens, causal, scale, plan)
         call, route = self.settle(Site.of(fabric), *likes(q, k, v, cu_seqlens), *options)
-        agreement = Agreement(call, route.plan)
+        agreement = Agreement(self.name, call, route.plan)
         if fabric.compares:
             fabric.agree(agreement)
         hold_ends(fabric, self.name, cu_seqlens, call.shape.rows)
@@ -86,7 +86,7 @@ class Attention:
         """The gradients of q, k and v. `options` are those of the schema. Collective."""
         call = self.check(fabric.world_size, *likes(q, k, v, cu_seqlens), *options)
         if fabric.compares:
-            fabric.agree((f"{self.name}_backward", call))
+            fabric.agree(Agreement(f"{self.name}_backward", call, False))
         ends = read_ends(self.name, cu_seqlens, call.shape.rows * fabric.world_size)
         return self.unfused_backward(fabric, call, grad, q, k, v, out, lse, ends)
 

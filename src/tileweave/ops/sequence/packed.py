@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tileweave.fabric import Fabric
+from tileweave.ops.contract import Agreement, asks
 
 
 class Block(NamedTuple):
@@ -48,7 +49,7 @@ def hold_ends(fabric: Fabric, name: str, cu_seqlens: torch.Tensor | None, rows: 
     if cu_seqlens is not None and (fabric.debug or not cu_seqlens.is_cuda):
         ends = read_ends(name, cu_seqlens, rows * fabric.world_size)
         if fabric.compares:
-            fabric.agree((name, "cu_seqlens", str(ends)))
+            fabric.agree(Agreement(name, asks(cu_seqlens=str(ends)), None))
 
 
 def in_tiles(firsts: Sequence[int], rows: int, padded: int, device: torch.device) -> torch.Tensor:

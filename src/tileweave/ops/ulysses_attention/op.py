@@ -8,7 +8,7 @@ from tileweave.fabric import fabric_of, group_name, group_size
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.registration import is_plain
 from tileweave.ops.route import Route
-from tileweave.ops.sequence.contract import likes
+from tileweave.ops.sequence.contract import check_words, likes
 from tileweave.ops.ulysses_attention.check import NAME, check, check_kinds, settle
 from tileweave.ops.ulysses_attention.launch import with_attention
 from tileweave.ops.ulysses_attention.operator import OPERATOR, run
@@ -79,6 +79,7 @@ def ulysses_attention(
         FabricTimeout: a peer did not take part within the group's timeout.
     """
     check_kinds(q, k, v, cu_seqlens, causal, scale, plan, attention)
+    check_words(NAME, layout=layout)
     if attention is not None:
         name = group_name(group)
         call = check(group_size(name), *likes(q, k, v), causal, scale, layout)
@@ -94,6 +95,7 @@ def route(
 ) -> Route:
     """What `ulysses_attention` would do with these arguments; launches nothing, raises what it would raise."""
     check_kinds(q, k, v, cu_seqlens, causal, scale, plan, attention)
+    check_words(NAME, layout=layout)
     site = Site.of(fabric_of(group, q.device))
     like = Like.autocast(q), Like.autocast(k), Like.autocast(v), Like.of(cu_seqlens)
     found = settle(site, *like, causal, scale, layout, plan)[1]
