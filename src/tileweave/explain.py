@@ -18,6 +18,7 @@ ROUTES: dict[str, Callable[..., Route]] = {
     "grouped_matmul": _grouped_matmul.route,
     "matmul_all_reduce": _matmul_all_reduce.route,
     "matmul_reduce_scatter": _matmul_reduce_scatter.route,
+    "moe_combine": _moe.explain_way_back,
     "moe_dispatch_matmul": _moe.explain_dispatch,
     "moe_matmul_combine": _moe.explain_combine,
     "ring_attention": _ring_attention.route,

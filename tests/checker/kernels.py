@@ -3,6 +3,8 @@
 import runpy
 from pathlib import Path
 
+import torch
+
 from tileweave.emulator import World
 
 _LESSON = runpy.run_path(str(Path(__file__).parents[2] / "examples/02_a_race_found.py"))
@@ -33,6 +35,18 @@ def out_of_order():
     came = []
     World(2).run(came.append)
     assert came[0] == 0, "rank 1 was first"
+
+
+def endless():
+    """Never comes to its end."""
+    world = World(2)
+    mine = torch.zeros(2)
+
+    def program(rank):
+        while True:
+            world.touch(mine[rank], "write")
+
+    world.run(program)
 
 
 def two(world, more):

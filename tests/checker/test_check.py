@@ -1,12 +1,18 @@
 """Checks: clean ones say what they covered, findings come as a story with the order that was missing."""
 
 import json
+import multiprocessing
+import os
+import signal
+import time
+from contextlib import closing
 
 import pytest
 
 from tests.checker import kernels
-from tileweave.checker import OPS, SCENARIOS, FunctionCase, OpCase, check, run_trial
+from tileweave.checker import OPS, SCENARIOS, FunctionCase, OpCase, check, explore, run_trial
 from tileweave.checker.trial import Trial, shortened
+from tileweave.checker.workers import each
 from tileweave.cli import main
 
 HERE = "tests.checker.kernels"
@@ -81,7 +87,18 @@ def test_processes_find_the_same():
 
 def test_time_is_kept():
     report = check(case("passed_on"), range(100_000), seconds=1.0, processes=1)
-    assert report.ok and 0 < report.schedules < 100_000 and report.seconds < 5
+    assert report.ok and 0 < report.schedules < 100_000 and not report.too_small[0].startswith("no schedule")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_time_ends_a_schedule_and_what_it_came_to_is_told(processes):
+    told = []
+    endless = case("endless")
+    report = check(endless, range(9), seconds=2.0, processes=processes, progress=lambda r: told.append(r.steps))
+    assert report.ok and (report.schedules, report.cut) == (0, processes)
+    assert report.too_small == ["no schedule came to its end in this time"]
+    assert told == sorted(told) and report.steps == told[-1] > 0 and len(set(told)) > 3
+    assert explore(endless, 9, seconds=0.2).cut == 1
 
 
 @pytest.mark.parametrize("target", ["nothing", ":x", f"{HERE}:", f"{HERE}:absent", f"{HERE}:HERE", f"{HERE}:two"])
@@ -100,6 +117,28 @@ def test_the_command(capsys):
     assert code == 0 and "result" in shown.out and "clean" in shown.out and "each raised 2 times" in shown.out
     code, shown = run(capsys, "all_gather", "--ranks", "2", "--schedules", "1", "--processes", "1", "--json")
     assert code == 0 and json.loads(shown.out)["ok"] is True
+
+
+def test_what_is_too_small_is_no_success(capsys):
+    code, shown = run(capsys, f"{HERE}:passed_on", "--ranks", "2", "--schedules", "1", "--processes", "1")
+    assert code == 2 and "too small to be a check" in shown.out and "clean" not in shown.out
+    code, shown = run(capsys, "all_gather", "--ranks", "2", "--shape", "m=4,n=8", "--exhaustive")
+    assert code == 0 and "clean in every order" in shown.out
+    code, shown = run(capsys, f"{HERE}:endless", "--processes", "1", "--seconds", "0.1")
+    assert code == 2 and "0 of 100 (seeds from 0) and 1 cut short" in shown.out
+
+
+def test_an_interrupt_ends_the_workers_at_once():
+    """None of their tasks would end by itself."""
+    with pytest.raises(KeyboardInterrupt), closing(each(interrupts_and_goes_on, [os.getpid()] * 4, 2)) as results:
+        next(results)
+    assert not multiprocessing.active_children()
+
+
+def interrupts_and_goes_on(parent):
+    """A task that interrupts who waits for it, and does not end."""
+    os.kill(parent, signal.SIGINT)
+    time.sleep(1000)
 
 
 def test_the_command_on_a_function_of_ones_own(capsys):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 from tileweave.checker.cases import Case
 from tileweave.checker.story import story
-from tileweave.checker.trial import Finding, Outcome, run_orders, run_trial, shortened
-from tileweave.checker.workers import each
+from tileweave.checker.trial import Finding, Outcome, OutOfTime, run_orders, run_trial, shortened
+from tileweave.checker.workers import count, each
 from tileweave.emulator.exhaustive import Exploration
 
 
@@ -21,8 +22,9 @@ from tileweave.emulator.exhaustive import Exploration
 class Report:
     """What a check came to.
 
-    schedules: how many were run of those `asked` for; seconds: how long that took; orders, scenarios, variants: how
-    many of each; steps: of all agents together; rings, flags, flag_uses: what one schedule exercised at least (see
+    schedules: how many were run of those `asked` for; cut: how many more had begun when the time was up; seconds: how
+    long that took; orders, scenarios, variants: how many of each; steps: of all agents together, those of `cut` ones
+    and of those that are being run included; rings, flags, flag_uses: what one schedule exercised at least (see
     emulator/coverage.py); too_small: why the case is too small to be a check, empty if it is not; finding: of schedule
     `seed`, None if there was none.
     """
@@ -31,6 +33,7 @@ class Report:
     ranks: int
     asked: int
     schedules: int = 0
+    cut: int = 0
     seconds: float = 0.0
     orders: dict[str, int] = field(default_factory=dict)
     scenarios: dict[str, int] = field(default_factory=dict)
@@ -51,7 +54,9 @@ class Report:
 
     @property
     def too_small(self) -> list[str]:
-        """Which rings did not wrap in any CTA, and whether a flag was raised once only."""
+        """Which rings did not wrap in any CTA, whether a flag was raised once only, or that no schedule has ended."""
+        if not self.schedules:
+            return ["no schedule came to its end in this time"]
         most: dict[str, int] = {}  # by place: of a pair named ready and empty, one may be without use
         for name, ring in self.rings.items():
             place = name.rpartition(", ")[2]
@@ -79,11 +84,13 @@ class Report:
         return {**asdict(self), "ok": self.ok, "too_small": self.too_small, "story": self.story}
 
     def take(self, outcome: Outcome) -> None:
-        """Take in one schedule."""
+        """Take in one schedule, but for its steps."""
+        if outcome.cut:
+            self.cut += outcome.steps > 0
+            return
         self.schedules += 1
         _count(self.orders, outcome.order)
         _count(self.scenarios, re.sub(r"rank \d+", "a rank", outcome.scenario))
-        self.steps += outcome.steps
         if outcome.finding is not None:  # cut short: it has exercised less than a whole one
             if self.seed is None or outcome.seed < self.seed:
                 self.finding, self.seed = outcome.finding, outcome.seed
@@ -110,10 +117,12 @@ def check(
     progress: Callable[[Report], None] | None = None,
     shorten: bool = True,
 ) -> Report:
-    """Run a case under the schedules of `seeds`, until one finds something, or for `seconds`.
+    """Run a case under the schedules of `seeds`, until one finds something, or for `seconds`, which end a schedule that
+    is being run.
 
     `processes`: how many run schedules side by side, by default one for each of this process's cores, up to 8.
-    `progress` is called after each schedule. With `shorten` a failing schedule is cut down and told as a story.
+    `progress` is called after each schedule, and while one takes long. With `shorten` a failing schedule is cut down
+    and told as a story.
     """
     seeds = list(seeds)
     report, start = Report(case.name, case.ranks, len(seeds)), time.monotonic()
@@ -121,11 +130,16 @@ def check(
     processes = min(
         processes or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8), len(seeds)
     )
-    for outcome in _outcomes(case, seeds, end, max(processes, 1)):
-        report.take(outcome)
-        report.seconds = time.monotonic() - start
+
+    def show(steps: int) -> None:
+        report.steps, report.seconds = steps, time.monotonic() - start
         if progress:
             progress(report)
+
+    with closing(_outcomes(case, seeds, end, max(processes, 1), show)) as outcomes:
+        for outcome in outcomes:
+            report.take(outcome)
+            show(report.steps)
     if report.finding is not None and report.finding.kind != "error" and report.seed is not None and shorten:
         report.finding = shortened(case, report.seed)
     return report
@@ -144,12 +158,14 @@ def explore(
     `seed` says which variant. The report's `complete` says whether those were all.
     """
     report, start, search = Report(case.name, case.ranks, limit), time.monotonic(), Exploration(limit)
-    for outcome in run_orders(case, seed, search):
+    end = start + seconds if seconds is not None else None
+    for outcome in run_orders(case, seed, search, lambda steps: _in_time(end)):
         report.take(outcome)
+        report.steps += outcome.steps
         report.seconds = time.monotonic() - start
         if progress:
             progress(report)
-        if outcome.finding is not None or (seconds is not None and report.seconds >= seconds):
+        if outcome.finding is not None or outcome.cut or (end is not None and time.monotonic() >= end):
             break
     report.complete = search.complete
     return report
@@ -159,13 +175,37 @@ def _count(counts: dict[str, int], name: str) -> None:
     counts[name] = counts.get(name, 0) + 1
 
 
-def _outcomes(case: Case, seeds: list[int], end: float | None, processes: int) -> Iterator[Outcome]:
+def _in_time(end: float | None) -> None:
+    if end is not None and time.monotonic() >= end:
+        raise OutOfTime
+
+
+def _trial(case: Case, end: float | None, seed: int) -> Outcome:
+    """A schedule, whose steps are counted as they are taken."""
+    if end is not None and time.monotonic() >= end:  # it has lain in a queue for too long
+        return Outcome(seed, "", "", "", 0, [], cut=True)
+    counted = 0
+
+    def watch(steps: int) -> None:
+        nonlocal counted
+        count(steps - counted)
+        counted = steps
+        _in_time(end)
+
+    outcome = run_trial(case, seed, watch=watch)
+    count(outcome.steps - counted)
+    return outcome
+
+
+def _outcomes(
+    case: Case, seeds: list[int], end: float | None, processes: int, meanwhile: Callable[[int], None]
+) -> Generator[Outcome, None, None]:
     """Of the seeds in turn, until one finds something or the time is up."""
     found = False
 
     def more() -> bool:
         return not found and (end is None or time.monotonic() < end)
 
-    for outcome in each(partial(run_trial, case), seeds, processes, more):
+    for outcome in each(partial(_trial, case, end), seeds, processes, more, meanwhile):
         found = found or outcome.finding is not None
         yield outcome

@@ -114,9 +114,16 @@ class Finding:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 
+class OutOfTime(Exception):
+    """Raised by a `watch`: no more time for this schedule."""
+
+
+Watch = Callable[[int], None]  # is told of the steps so far
+
+
 @dataclass
 class Outcome:
-    """What became of one schedule."""
+    """What became of one schedule. cut: the time was up before its end, and this is what it had come to."""
 
     seed: int
     order: str
@@ -125,35 +132,44 @@ class Outcome:
     steps: int
     coverage: list[dict[str, Any]]
     finding: Finding | None = None
+    cut: bool = False
 
 
-def run_trial(case: Case, seed: int, max_steps: int | None = None) -> Outcome:
+def run_trial(case: Case, seed: int, max_steps: int | None = None, watch: Watch | None = None) -> Outcome:
     """Run a case once, in the order that the seed stands for. A world that takes more than `max_steps` steps is taken
-    to have no end, which is reported as a deadlock."""
+    to have no end, which is reported as a deadlock. `watch` is called every few hundred steps, and may raise
+    OutOfTime."""
     trial = Trial(seed, case.ranks, case.ways)
-    choice = Choice(lambda _, index: trial.strategy(index), trial.held, max_steps)
-    variant, finding = _run(case, seed, choice, trial.way)
-    steps = sum(world.steps for world in choice.worlds)
-    coverage = [world.coverage.told() for world in choice.worlds]
-    return Outcome(seed, trial.order, trial.scenario, variant, steps, coverage, finding)
+    choice = Choice(lambda _, index: trial.strategy(index), trial.held, max_steps, watch)
+    return _outcome(case, seed, choice, trial.order, trial.scenario, trial.way)
 
 
-def run_orders(case: Case, seed: int, search: Exploration) -> Iterator[Outcome]:
+def run_orders(case: Case, seed: int, search: Exploration, watch: Watch | None = None) -> Iterator[Outcome]:
     """Run a case, in the variant that is the seed's turn, in every order that differs; `search` says how many at most.
-    Orders that turn out to have been run come to nothing."""
+    Orders that turn out to have been run come to nothing. `watch` as in `run_trial`."""
     for order in search:
-        choice = Choice(lambda _, index, order=order: order)  # type: ignore[misc]
-        variant, finding = _run(case, seed, choice)
+        choice = Choice(lambda _, index, order=order: order, watch=watch)  # type: ignore[misc]
+        outcome = _outcome(case, seed, choice, "every one", "calm")
         if not order.redundant:
-            steps = sum(world.steps for world in choice.worlds)
-            coverage = [world.coverage.told() for world in choice.worlds]
-            yield Outcome(seed, "every one", "calm", variant, steps, coverage, finding)
+            yield outcome
+
+
+def _outcome(case: Case, seed: int, choice: Choice, order: str, scenario: str, way: str = "") -> Outcome:
+    variant, finding, cut = "", None, False
+    try:
+        variant, finding = _run(case, seed, choice, way)
+    except OutOfTime:
+        cut = True
+    coverage = [world.coverage.told() for world in choice.worlds]
+    return Outcome(seed, order, scenario, variant, choice.steps, coverage, finding, cut)
 
 
 def _run(case: Case, seed: int, choice: Choice, way: str = "") -> tuple[str, Finding | None]:
     with choosing(choice):
         try:
             return case.run(seed, way), None
+        except OutOfTime:
+            raise
         except EmulatorError as error:
             kind = next(kind for type_, kind in _KINDS.items() if isinstance(error, type_))
             return "", Finding(kind, RuntimeError.__str__(error), error.told)

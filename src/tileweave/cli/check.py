@@ -54,10 +54,16 @@ def run_check(
 
     if console is None:
         return run()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"{case.name}, {ranks} ranks", total=schedules)
-        report = run(lambda report: bar.update(task, completed=report.schedules))
+    steps = TextColumn("schedules, {task.fields[steps]:,} steps")
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), steps, TimeElapsedColumn()
+    screen = Console(stderr=True)
+    if not screen.is_terminal:  # where no bar is drawn
+        screen.print(
+            f"{case.name}, {ranks} ranks: up to {schedules} schedules, for up to {seconds:g} s", soft_wrap=True
+        )
+    with Progress(*columns, console=screen, transient=True) as bar:
+        task = bar.add_task(f"{case.name}, {ranks} ranks", total=schedules, steps=0)
+        report = run(lambda report: bar.update(task, completed=report.schedules, steps=report.steps))
     show(console, case, report, seed)
     return report
 
@@ -104,13 +110,18 @@ def show(console: Console, case: Case, report: checker.Report, seed: int) -> Non
     verdict = "clean" if report.schedules == report.asked else "clean as far as it went: the time was up"
     if report.complete:
         verdict = "clean in every order that differs"
+    elif report.too_small:
+        verdict = "nothing was found, which says little"
     console.print(f"  [cyan]{'result':<9}[/] {verdict}")
 
 
 def _rows(case: Case, report: checker.Report, seed: int) -> dict[str, str]:
     which = "which are all" if report.complete else f"of {report.asked} (seeds from {seed})"
-    done = f"{report.schedules} {which}, {report.steps:,} steps, {report.seconds:.1f} s"
-    rows = {"schedules": done, "orders": _counts(report.orders), "fabric": _counts(report.scenarios)}
+    cut = f" and {report.cut} cut short" if report.cut else ""
+    done = f"{report.schedules} {which}{cut}, {report.steps:,} steps, {report.seconds:.1f} s"
+    rows = {"schedules": done}
+    if report.schedules:
+        rows |= {"orders": _counts(report.orders), "fabric": _counts(report.scenarios)}
     if report.variants:
         rows["variants"] = _counts(report.variants)
     sizes: dict[str, Any] = getattr(case, "sizes", {})

@@ -67,11 +67,28 @@ def name_of(agent: Any) -> str:
 
 class Choice:
     """The orders of the worlds that are made within `choosing`: `make(seed, index)` is that of the index-th one. `held`
-    and `max_steps` (None: the world's own) as a World takes them."""
+    and `max_steps` (None: the world's own) as a World takes them. `watch(steps)`, of all these worlds so far, is called
+    every few hundred of them; what it raises ends the run."""
 
-    def __init__(self, make: Callable[[int, int], Strategy], held: Iterable[tuple] = (), max_steps: int | None = None):
-        self.make, self.held, self.max_steps = make, tuple(held), max_steps
+    def __init__(
+        self,
+        make: Callable[[int, int], Strategy],
+        held: Iterable[tuple] = (),
+        max_steps: int | None = None,
+        watch: Callable[[int], None] | None = None,
+    ):
+        self.make, self.held, self.max_steps, self._watch = make, tuple(held), max_steps, watch
         self.worlds: list[World] = []
+
+    @property
+    def steps(self) -> int:
+        """Steps that these worlds have taken."""
+        return sum(world.steps for world in self.worlds)
+
+    def look(self) -> None:
+        """Let `watch` know how far these worlds are."""
+        if self._watch is not None:
+            self._watch(self.steps)
 
     def next(self, world: World) -> Strategy:
         """The strategy of one more world."""

@@ -31,6 +31,7 @@ from tileweave.lang.launches import launched_ahead
 
 _COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
 _MEMORIES_KEPT = 256  # storages that keep their regions over a meeting, for the next launch
+_LOOK = 256  # steps between two looks at how many there were
 
 
 class World:
@@ -79,15 +80,15 @@ class World:
             raise ValueError(f"delayed ranks {unknown}: only 0 to {ranks - 1} are legal")
         self.ranks, self.seed, self.sms, self.halt = ranks, seed, sms, halt
         self.reduce_scope, self.max_steps = reduce_scope, max_steps
-        choice = chosen()
-        if strategy is None and choice is not None:
+        self._choice = choice = chosen() if strategy is None else None
+        if choice is not None:
             strategy, held = choice.next(self), (*held, *choice.held)
             self.max_steps = choice.max_steps or max_steps
         self._held = {*held, *(("rank", rank) for rank in delayed)}
         self.coverage = Coverage()
         self.host_timeout = host_timeout
         self.races: list[str] = []
-        self.steps = self.trace = 0
+        self.steps = self.trace = self._look_at = 0
         self.strategy = strategy or RandomOrder(seed)
         self.enqueue = self.strategy.add  # an agent can run
         self.footprint: list | None = None  # of the step that is being taken, where the strategy asks for it
@@ -339,13 +340,21 @@ class World:
                     continue
                 return
             self.steps += 1
-            if self.steps > self.max_steps:
-                raise DeadlockError(f"no end after {self.max_steps} steps (max_steps)")
+            if self.steps >= self._look_at:
+                self._look()
             self.trace = hash((self.trace, agent.serial))
             if agent.is_async:
                 agent.step()
             else:
                 agent.switch()
+
+    def _look(self) -> None:
+        """Once in a while: are these too many steps, and does who has chosen the order go on?"""
+        if self.steps > self.max_steps:
+            raise DeadlockError(f"no end after {self.max_steps} steps (max_steps)")
+        self._look_at = min(self.steps + _LOOK, self.max_steps + 1)
+        if self._choice is not None:
+            self._choice.look()
 
     def _conclude(self) -> None:
         """Nothing can run: was that the end?"""

@@ -115,6 +115,10 @@ def explained(p, rank, chosen=None):
     """What `explain` says of a rank's way back."""
     first, end = p.experts.of(rank)
     h, route = tw.moe_dispatch_matmul(p.x[rank], p.index[rank], p.w[first:end], experts=p.experts.total)
+    without = tw.explain("moe_combine", h, route)
+    assert not without.fused and "all_to_all" in without.reason
+    with pytest.raises(ValueError, match=r"moe_combine: y must be \["):
+        tw.explain("moe_combine", h[:0] if len(h) else h.new_empty(1, 8), route)
     return tw.explain(NAME, h, p.down[first:end], route, plan=chosen)
 
 

@@ -148,6 +148,14 @@ def moe_matmul_combine(
     )  # fmt: skip
 
 
+def explain_way_back(y, route, group=None) -> Route:
+    """What `moe_combine` would do with these arguments; launches nothing, raises what it would raise."""
+    fabric = fabric_of(_group_of(route, group), getattr(y, "device", None))
+    check_rows("moe_combine", "y", y, route, fabric.world_size)
+    why = "torch sums a rank's rows of each token, the group's all_to_all carries the sums: not one kernel"
+    return Route("moe_combine", fabric.backend, False, why)
+
+
 def explain_combine(h, w, route, group=None, *, plan=None) -> Route:
     """What `moe_matmul_combine` would do with these arguments; launches nothing, raises what it would raise."""
     h, w = _cast(h, w)
