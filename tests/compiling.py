@@ -1,20 +1,18 @@
 """Compile kernels for sm_90a without a GPU, under whichever Triton is on the path, and say what came out.
 
-    python tests/compiling.py VARIANT [VARIANT ...]     prints one JSON object: {variant: report}
-
 A variant of an op goes through the op's own launch code on a fabric that compiles instead of launching, so what is
-compiled is what would run. Run in a subprocess: a process can hold one Triton only.
+compiled is what would run. Imported by tests/compile_server.py.
 """
 
-import json
-import sys
+import contextlib
 from dataclasses import replace
+from unittest import mock
 
 import torch
 
 from tests.compiling_variants import tiling_name
 from tileweave import Plan
-from tileweave.bench.compile import compile_report
+from tileweave.bench import compile as compiler
 from tileweave.bench.probe.copies import NAIVE, Arena, Copy
 from tileweave.bench.probe.kernel import mbarrier_kernel
 from tileweave.bench.probe.latency import HandOver
@@ -29,6 +27,20 @@ from tileweave.planner.tiling import TILINGS
 def meta(*shape, dtype=torch.bfloat16):
     """A tensor without memory."""
     return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+@contextlib.contextmanager
+def disassemblies():
+    """A list that gets the machine code of whatever is compiled meanwhile."""
+    texts, disassembled = [], compiler._disassembled
+
+    def kept(cubin):
+        usage, sass = disassembled(cubin)
+        texts.append(sass)
+        return usage, sass
+
+    with mock.patch.object(compiler, "_disassembled", kept):
+        yield texts
 
 
 class CompilingFabric(Fabric):
@@ -54,7 +66,7 @@ class CompilingFabric(Fabric):
         return Channel(op, flags, state, *arenas, 1_000_000, multicast=lambda view: 1 << 40)
 
     def launch(self, kernel, grid, args, *, num_warps, variant=None, copies=()):
-        self.reports.append(compile_report(kernel, args, num_warps))
+        self.reports.append(compiler.compile_report(kernel, args, num_warps))
 
     def _reduce_scatter(self, x):
         raise NotImplementedError
@@ -97,7 +109,7 @@ def words() -> dict:
 
     x, pt = meta(2, 1024), describe(meta(2, 64, 64), (1, 64, 64))
     flags = meta(2, BLOCK_WORDS, dtype=torch.int32)
-    return compile_report(w.every_primitive, (0, pt, x, 1 << 40, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
+    return compiler.compile_report(w.every_primitive, (0, pt, x, 1 << 40, 1024, flags, BLOCK_WORDS, 1_000_000, 2), 4)
 
 
 def launched(call) -> dict:
@@ -179,5 +191,7 @@ VARIANTS = {
     ),
 }
 
-if __name__ == "__main__":
-    print(json.dumps({name: VARIANTS[name]() for name in sys.argv[1:] or VARIANTS}))
+
+def report(name: str) -> dict:
+    """One variant."""
+    return VARIANTS[name]()

@@ -1,11 +1,7 @@
 """Compile the op's kernel for sm_90a without a GPU, under whichever Triton is on the path, and say what came out.
 
-    python tests/ops/all_gather_matmul/compiling.py     prints one JSON object: {variant: report}
-
 As tests/compiling.py, of which the fabric is: a variant goes through the op's own launch code.
 """
-
-import json
 
 import torch
 
@@ -34,5 +30,6 @@ def compiled(world=4, ns=(1024,), bias=True, b_t=True, gathered=False, dtype="bf
     return fabric.reports[-1]
 
 
-if __name__ == "__main__":
-    print(json.dumps({name: compiled(**options) for name, options in VARIANTS.items()}))
+def report(name: str) -> dict:
+    """One variant."""
+    return compiled(**VARIANTS[name])

@@ -1,38 +1,27 @@
 """The kernel compiles for sm_90a, under the newest Triton (the one installed) and the oldest supported one."""
 
-import json
-import os
-import platform
-import subprocess
-import sys
-
-import pytest
-
-from tests.lang.test_compile import ROOT, SHARED_LIMIT, old_triton
+from tests.compilers import SHARED_LIMIT, needs_triton, report, variants
 from tests.ops.all_gather_matmul.variants import VARIANTS
 
-pytestmark = pytest.mark.skipif(
-    platform.system() != "Linux" or platform.machine() not in ("x86_64", "aarch64"),
-    reason=f"Triton has no wheel for {platform.system()} {platform.machine()}",
+OLDEST = (
+    "inter-SM, three b, gathered, b not transposed",
+    "intra-SM, everything, tiles shared",
+    "none, three b, gathered, tiles shared",
+    "slots beyond 2**31 elements",
+    "copy engine",
+    "by registers, fp16",
+    "multimem",
+    "float8, three b, gathered",
+    "float8, by registers",
+    "one shot, three b, gathered, tiles shared, eight ranks",
 )
 
-
-@pytest.fixture(scope="module", params=["newest", "3.6.0"])
-def reports(request):
-    """All reports of one Triton."""
-    paths = [*([old_triton()] if request.param == "3.6.0" else []), str(ROOT / "src"), str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
-    program = [sys.executable, str(ROOT / "tests/ops/all_gather_matmul/compiling.py")]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert {r["triton"] == "3.6.0" for r in found.values()} == {request.param == "3.6.0"}
-    return found
+pytestmark = needs_triton
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_has_the_machine_instructions_it_is_made_for(reports, name):
-    r = reports[name]
+@variants(VARIANTS, OLDEST)
+def test_a_variant_has_the_machine_instructions_it_is_made_for(triton, name):
+    r = report("tests.ops.all_gather_matmul.compiling", triton, name)
     assert r["target"] == "sm_90a"
     assert (r["stack"], r["STL"], r["LDL"]) == (0, 0, 0), "registers are spilled"
     assert r["shared"] <= SHARED_LIMIT

@@ -1,19 +1,14 @@
 """Compile the kernel for sm_90a without a GPU, under whichever Triton is on the path, and say what came out.
 
-    python -m tests.ops.attention.compiling     prints one JSON object: {variant: report}
-
 As tests/compiling.py, of which the fabric is: a variant goes through the op's own launch code.
 """
 
-import json
 import re
-import sys
 
 import torch
 
-from tests.compiling import CompilingFabric, meta
+from tests.compiling import CompilingFabric, disassemblies, meta
 from tests.ops.attention.variants import VARIANTS
-from tileweave.bench import compile as reports
 from tileweave.ops.attention import Tiling, attention
 
 LOOP = re.compile(r"\b(MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])")
@@ -25,16 +20,8 @@ def compiled(dim, rows=4096, kv_heads=8, dtype="bfloat16", tiling=None, layout="
     shapes = ((2, heads, rows, dim), (2, kv_heads, 4096, dim), (2, kv_heads, 4096, dim))
     order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
     given = [meta(*(shape[i] for i in order), dtype=kind) for shape in shapes]
-    texts, disassembled = [], reports._disassembled
-
-    def kept(cubin):
-        usage, sass = disassembled(cubin)
-        texts.append(sass)
-        return usage, sass
-
-    reports._disassembled = kept
-    attention(fabric, *given, layout=layout, tiling=None if tiling is None else Tiling(**tiling), **options)
-    reports._disassembled = disassembled
+    with disassemblies() as texts:
+        attention(fabric, *given, layout=layout, tiling=None if tiling is None else Tiling(**tiling), **options)
     return {**fabric.reports[-1], "loops": loops(texts[-1])}
 
 
@@ -52,5 +39,6 @@ def loops(sass: str) -> list[int]:
     return found
 
 
-if __name__ == "__main__":
-    print(json.dumps({name: compiled(**VARIANTS[name]) for name in sys.argv[1:] or VARIANTS}))
+def report(name: str) -> dict:
+    """One variant."""
+    return compiled(**VARIANTS[name])

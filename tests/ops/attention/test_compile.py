@@ -1,32 +1,22 @@
 """The kernel compiles for sm_90a, under the newest Triton (the one installed) and the oldest supported one."""
 
-import json
-import os
-import subprocess
-import sys
-
-import pytest
-
-from tests.lang.test_compile import ROOT, SHARED_LIMIT, old_triton, pytestmark  # noqa: F401  (this module's mark, too)
+from tests.compilers import SHARED_LIMIT, needs_triton, report, variants
 from tests.ops.attention.variants import VARIANTS
 
+OLDEST = (
+    "causal, log-sum-exp, grouped heads",
+    "fp16, bshd",
+    "few rows",
+    "heads of 64",
+    "heads of 256",
+)
 
-@pytest.fixture(scope="module", params=["newest", "3.6.0"])
-def reports(request):
-    """All reports of one Triton."""
-    paths = [*([old_triton()] if request.param == "3.6.0" else []), str(ROOT / "src"), str(ROOT)]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_DEFAULT_FP_FUSION": "1"}
-    program = [sys.executable, "-m", "tests.ops.attention.compiling"]
-    done = subprocess.run(program, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert {r["triton"] == "3.6.0" for r in found.values()} == {request.param == "3.6.0"}
-    return found
+pytestmark = needs_triton
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_has_the_machine_instructions_it_is_made_for(reports, name):
-    r, variant = reports[name], VARIANTS[name]
+@variants(VARIANTS, OLDEST)
+def test_a_variant_has_the_machine_instructions_it_is_made_for(triton, name):
+    r, variant = report("tests.ops.attention.compiling", triton, name), VARIANTS[name]
     assert r["target"] == "sm_90a"
     assert (r["stack"], r["STL"], r["LDL"]) == (0, 0, 0), "registers are spilled"
     assert r["shared"] <= SHARED_LIMIT

@@ -1,11 +1,7 @@
 """Compile grouped_matmul's kernels for sm_90a without a GPU, under whichever Triton is on the path.
 
-    python -m tests.ops.grouped_matmul.compiling     prints one JSON object: {variant: [table, matmul]}
-
-Run in a subprocess, as tests/compiling.py, whose fabric compiles instead of launching.
+As tests/compiling.py, whose fabric compiles instead of launching. A report is of two launches: the table, the matmul.
 """
-
-import json
 
 import torch
 
@@ -29,5 +25,6 @@ def reports(dtype, rows, experts, k, n, transposed, tile, stages) -> list[dict]:
     return fabric.reports
 
 
-if __name__ == "__main__":
-    print(json.dumps({name: reports(*variant) for name, variant in VARIANTS.items()}))
+def report(name: str) -> list[dict]:
+    """One variant."""
+    return reports(*VARIANTS[name])

@@ -1,33 +1,20 @@
 """grouped_matmul's kernels compile for sm_90a, under the newest Triton and the oldest supported one."""
 
-import json
-import os
-import subprocess
-import sys
-
-import pytest
-
-from tests.lang.test_compile import ROOT, SHARED_LIMIT, old_triton, pytestmark  # noqa: F401
+from tests.compilers import SHARED_LIMIT, needs_triton, report, variants
 from tests.ops.grouped_matmul.variants import VARIANTS
 
+OLDEST = (
+    "planned",
+    "two multipliers",
+    "one multiplier",
+)
 
-@pytest.fixture(scope="module", params=["newest", "3.6.0"])
-def reports(request):
-    """All reports of one Triton."""
-    path = [p for p in ("" if request.param == "newest" else old_triton(), str(ROOT / "src"), str(ROOT)) if p]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TRITON_DEFAULT_FP_FUSION": "1"}
-    command = [sys.executable, "-m", "tests.ops.grouped_matmul.compiling"]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    versions = {r["triton"] for both in found.values() for r in both}
-    assert len(versions) == 1 and (request.param == "newest") != (versions == {"3.6.0"}), versions
-    return found
+pytestmark = needs_triton
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_variant_has_the_machine_instructions_it_is_made_for(reports, name):
-    table, matmul = reports[name]
+@variants(VARIANTS, OLDEST)
+def test_a_variant_has_the_machine_instructions_it_is_made_for(triton, name):
+    table, matmul = report("tests.ops.grouped_matmul.compiling", triton, name)
     for r in (table, matmul):
         assert r["target"] == "sm_90a" and r["stack"] == r["LDL"] == r["STL"] == 0 and r["shared"] <= SHARED_LIMIT
     assert table["HGMMA"] == 0

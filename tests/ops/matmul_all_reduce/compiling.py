@@ -1,20 +1,15 @@
 """Compile the op's kernel for sm_90a without a GPU, under whichever Triton is on the path, and say what came out.
 
-    python -m tests.ops.matmul_all_reduce.compiling     prints one JSON object: {variant: report}
-
 As tests/compiling.py, of which the fabric is: a variant goes through the op's own launch code.
 """
 
-import json
 import re
-import sys
 
 import torch
 
-from tests.compiling import CompilingFabric, meta
+from tests.compiling import CompilingFabric, disassemblies, meta
 from tests.ops.matmul_all_reduce.variants import VARIANTS
 from tileweave import Plan
-from tileweave.bench import compile as reports
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce.check import Options, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused
@@ -30,19 +25,12 @@ def compiled(world=4, m=64, n=1024, k=512, extras="brn", dtype="bfloat16", b_t=T
     given = Extras(*(meta(*shape, dtype=kind) if name in extras else None for name, shape in shapes))
     like = Like.of(a), Like.of(b), *map(Like.of, given)
     call, route = settle(Site.of(fabric), *like, Options(False, 1e-6, 0), Plan(**plan))
-    texts, disassembled = [], reports._disassembled
-
-    def kept(cubin):
-        usage, sass = disassembled(cubin)
-        texts.append(sass)
-        return usage, sass
-
-    reports._disassembled = kept
-    fused(fabric, call, a, b, given, route.plan)
-    reports._disassembled = disassembled
+    with disassemblies() as texts:
+        fused(fabric, call, a, b, given, route.plan)
     counts = {what: len(re.findall(pattern, texts[-1])) for what, pattern in LOADS.items()}
     return {**fabric.reports[-1], **counts}
 
 
-if __name__ == "__main__":
-    print(json.dumps({name: compiled(**VARIANTS[name]) for name in sys.argv[1:] or VARIANTS}))
+def report(name: str) -> dict:
+    """One variant."""
+    return compiled(**VARIANTS[name])

@@ -1,11 +1,7 @@
 """Compile the kernels of expert parallelism for sm_90a without a GPU, under whichever Triton is on the path.
 
-    python -m tests.ops.moe.compiling     prints one JSON object: {variant: report}
-
-Run in a subprocess, as tests/compiling.py, whose fabric compiles instead of launching.
+As tests/compiling.py, whose fabric compiles instead of launching.
 """
-
-import json
 
 import torch
 
@@ -26,7 +22,7 @@ def route_of(world, row_weight) -> TokenRoute:
     return TokenRoute(*words[:3], row_weight, *words[3:], totals, 512, 1024, None)
 
 
-def report(dtype, world, gated, silu, transposed, tiling) -> dict:
+def dispatch_report(dtype, world, gated, silu, transposed, tiling) -> dict:
     """One variant of moe_dispatch_matmul through the op's own launch code."""
     fabric, dtype = CompilingFabric(world), getattr(torch, dtype)
     x, w = meta(512, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
@@ -52,6 +48,6 @@ def combine_report(dtype, world, weighted, transposed, tiling) -> dict:
     return fabric.reports[-1]
 
 
-if __name__ == "__main__":
-    found = {name: report(*variant) for name, variant in VARIANTS.items()}
-    print(json.dumps(found | {name: combine_report(*variant) for name, variant in COMBINE_VARIANTS.items()}))
+def report(name: str) -> dict:
+    """One variant of either."""
+    return dispatch_report(*VARIANTS[name]) if name in VARIANTS else combine_report(*COMBINE_VARIANTS[name])

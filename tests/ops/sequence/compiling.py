@@ -1,22 +1,17 @@
 """Compile the attention ops' kernels for sm_90a without a GPU, under whichever Triton is on the path.
 
-    python tests/ops/sequence/compiling.py     prints one JSON object: {variant: report}
-
 As tests/compiling.py, of which the fabric is: a variant goes through the op's own launch code. A report also has
 `loops`: of each innermost loop that multiplies, how many wgmma it has and how often it touches the stack.
 """
 
 import importlib
-import json
 import re
 from dataclasses import replace
-from unittest import mock
 
 import torch
 
-from tests.compiling import CompilingFabric, meta
+from tests.compiling import CompilingFabric, disassemblies, meta
 from tests.ops.sequence.variants import VARIANTS
-from tileweave.bench import compile as compiler
 from tileweave.ops.contract import Site
 from tileweave.ops.sequence.contract import likes
 from tileweave.ops.sequence.launch import fused
@@ -54,7 +49,7 @@ def compiled(
     **planned,
 ) -> dict:
     """One variant; `planned`: what its plan has otherwise."""
-    fabric, kind, found = CompilingFabric(world), getattr(torch, dtype), []
+    fabric, kind = CompilingFabric(world), getattr(torch, dtype)
     cu_seqlens = meta(9, dtype=torch.int32) if packed else None
     q, k, v = (
         meta(1 if packed else 2, *((h, rows) if layout == "bhsd" else (rows, h)), dim, dtype=kind) for h in (32, 8, 8)
@@ -62,17 +57,11 @@ def compiled(
     check, launch = (importlib.import_module(f"tileweave.ops.{op}.{name}") for name in ("check", "launch"))
     more = [placement or "contiguous"] if op == "ring_attention" else []
     call, route = check.settle(Site.of(fabric), *likes(q, k, v, cu_seqlens), causal, None, layout, *more, None)
-    disassembled = compiler._disassembled
-
-    def kept(cubin):
-        usage, sass = disassembled(cubin)
-        found.extend(multiplying_loops(sass))
-        return usage, sass
-
-    with mock.patch.object(compiler, "_disassembled", kept):
+    with disassemblies() as texts:
         fused(launch.prepare, fabric, call, q, k, v, replace(route.plan, **planned), cu_seqlens)
-    return {**fabric.reports[-1], "loops": found}
+    return {**fabric.reports[-1], "loops": [loop for sass in texts for loop in multiplying_loops(sass)]}
 
 
-if __name__ == "__main__":
-    print(json.dumps({name: compiled(**options) for name, options in VARIANTS.items()}))
+def report(name: str) -> dict:
+    """One variant."""
+    return compiled(**VARIANTS[name])
