@@ -8,7 +8,7 @@ import pytest
 from tileweave.fabric.base import STATE_WORDS
 from tileweave.planner import Plan, Problem, candidates, plan_for, unsupported
 from tileweave.planner.hardware import H200
-from tileweave.planner.plan import blocks_of, predict_us
+from tileweave.planner.plan import blocks_of, cost_of
 from tileweave.planner.tiling import TILINGS, tiles_of
 from tileweave.tiles.matmul import FIRST_SHARE
 
@@ -58,7 +58,7 @@ def test_the_prediction_is_no_better_than_each_limit():
     plan = Plan(tile=tiling.tile, stages=tiling.stages)
 
     def predicted(problem):
-        return predict_us(problem, plan, tiling, H200)
+        return cost_of(problem, plan, tiling, H200).total_us
 
     flop = 2 * BIG.m * BIG.n * BIG.k
     assert predicted(BIG) >= flop / 989e6  # what the tensor cores could do

@@ -1,13 +1,15 @@
 """Plans of all-gather + matmul: as those of matmul + reduce-scatter, and how many SMs communicate."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
 from tileweave.planner import plan as core
+from tileweave.planner.cost import Cost, push_rate
 from tileweave.planner.hardware import H200, Hardware
-from tileweave.planner.plan import SPLITS, Plan
-from tileweave.planner.tiling import BY_OPERAND_BYTES, GROUP_ROWS, Tile, Tiling, operand_bytes, overlapped, whole_tiles
+from tileweave.planner.plan import SPLITS, Plan, Way
+from tileweave.planner.tiling import BY_OPERAND_BYTES, GROUP_ROWS, SLOWING, Tile, Tiling, operand_bytes, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "one_shot", "none")
 # And the schedules of each.
@@ -16,9 +18,9 @@ COPYING_RANKS = 64  # that the copy engine's channel has flags for
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
 # prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
-SM_GBS = 36.0  # what one SM is counted on to push: four fifths of what it does when nothing else runs
-COPY_GBS = 355.0  # what a copy engine sends; measured between two H200s, copies of 16 MB,
-COPY_START_US = 8.0  # and what passes before one is under way, an estimate
+OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
+COPY_SLOWING = 0.15  # as SLOWING, of a product by copies of the copy engine
+FIRST_US = 10.0  # what passes until the first rows are gone, where nothing is multiplied meanwhile; between two H200s
 
 
 @dataclass(frozen=True)
@@ -111,15 +113,18 @@ def _alone(problem: Problem, plan: Plan) -> core.Problem:
     return core.Problem(m, n, problem.k, 1, 2, computing_sms(problem, plan), linked=False)
 
 
-def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
-    """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles.
+def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H200) -> Cost:
+    """What a call takes, compute in whole waves of tiles.
 
-    In the schedules "none" and "one_shot" communication and computation follow one another. Unless rows are joined, a
-    source's tiles read all of b again where a wave has more than it has rows of tiles. Measured between two H200s at
-    N = 28672, K = 8192: 126 us with 32 rows each, 136 with 128, of which the matmul alone takes 63 and 93.
+    Inter-SM the product goes on while rows travel, and ends with the tiles of the rows that come last. Intra-SM each
+    column of tiles loads the peers' rows over the link. In the schedules "none" and "one_shot" communication and
+    computation follow one another; one shot, a rank sends its rows to itself too. Unless rows are joined, a source's
+    tiles read all of b again where a wave has more than it has rows of tiles. Measured between two H200s at N = 28672,
+    K = 8192: 126 us with 32 rows each, 136 with 128, of which the matmul alone takes 63 and 93.
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)
+    tiling = tiling.on(hardware)
     compute = tiling.compute_us(tiles, k_steps, plan.split, sms)
     exchange = tiling.exchange_us(tiles, plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
@@ -130,33 +135,62 @@ def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware)
     moved = moved * problem.operand_bytes / 2 + 2 * m * n
     memory = hardware.launch_us + moved / (hardware.memory_gb_per_s * min(sms, tiles) / hardware.sms * 1e3)
     if problem.world == 1:
-        return overlapped(compute, memory) + exchange
-    sent = problem.operand_bytes * problem.rows * problem.k * (problem.world - 1)
-    if plan.mechanism == "copy_engine":
-        send = COPY_START_US + sent / (COPY_GBS * 1e3)
-    else:
-        rate = plan.comm_sms * SM_GBS
-        send = hardware.launch_us + sent / ((min(rate, hardware.link_gb_per_s) if problem.linked else rate) * 1e3)
-    multiply = overlapped(compute, memory) + exchange
-    last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
+        return Cost(compute, memory, 0.0, exchange)
+    send = send_us(problem, plan, hardware)
     if plan.schedule in ("none", "one_shot"):
-        return multiply + send + hardware.sync_us
-    return overlapped(multiply, send + last) + hardware.sync_us
+        return Cost(compute, memory, 0.0, exchange + FIRST_US + send, hardware.sync_us)
+    last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
+    slowing = COPY_SLOWING if plan.mechanism == "copy_engine" else SLOWING
+    return Cost(compute, memory, send + last, exchange, hardware.sync_us, slowing)
 
 
-def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
+def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:
+    """What NCCL's all-gather and torch.mm take, one after the other; None if the profile does not say."""
+    m, sent = problem.rows * problem.world, problem.operand_bytes * problem.rows * problem.k * (problem.world - 1)
+    alone = core.Problem(m, sum(problem.ns), problem.k, 1, 2, problem.sms, False, False, problem.operand_bytes)
+    return core.plain_way("all_gather", alone, problem.world, sent, hardware)
+
+
+def send_us(problem: Problem, plan: Plan, hardware: Hardware = H200) -> float:
+    """What the rows take that a rank sends, with the launch before them."""
+    shard = problem.operand_bytes * problem.rows * problem.k
+    sent = shard * (problem.world - 1)
+    if plan.mechanism == "copy_engine":
+        return hardware.copy_start_us + sent / (hardware.copy_gb_per_s * 1e3)
+    if plan.mechanism == "multimem":  # the fabric copies
+        sent = shard
+    elif plan.schedule == "intra_sm" and problem.linked:
+        return hardware.launch_us + sent * columns_of(problem, plan.tile) / (hardware.link_gb_per_s * 1e3)
+    alone = OWN_FASTER * push_rate(plan.mechanism, plan.comm_sms, hardware, False)
+    own = shard / alone if joined(problem, plan) else 0.0
+    return hardware.launch_us + sent / push_rate(plan.mechanism, plan.comm_sms, hardware, problem.linked) + own
+
+
+def ways(problem: Problem) -> list[Way]:
+    """What the planner tries: inter-SM by TMA or, over a link, by the copy engine, which takes no SM, and one shot."""
+    if problem.world == 1:
+        return [("tma", "inter_sm", 0)]
+    schedules = ("inter_sm", "one_shot") if problem.sms > 1 else ("none",)
+    found = [("tma", schedule, comm_sms) for comm_sms in COMM_SMS for schedule in schedules]
+    return [*found, ("copy_engine", "inter_sm", 0)] if problem.linked else found
+
+
+def further_ways(problem: Problem) -> list[Way]:
+    """What the op has besides, which was never seen to be faster."""
+    if problem.world == 1:
+        return []
+    more = [(mechanism, schedule, 16) for mechanism, schedule in product(("tma", "register"), ("intra_sm", "none"))]
+    return [*more, *(("register", "inter_sm", comm_sms) for comm_sms in (8, 16))]
+
+
+def candidates(
+    problem: Problem, hardware: Hardware = H200, tried: Iterable[Way] | None = None
+) -> list[tuple[float, Plan]]:
     """All plans that can run `problem`, each with its predicted microseconds, the fastest first; of equals, the one
-    with the fewest communicators: inter-SM by TMA or, over a link, where it takes no SM, by the copy engine, and one
-    shot where rows are few."""
-    ways: list[tuple[str, str, int]] = [("tma", "inter_sm", 0)]
-    if problem.world > 1:
-        schedules = ("inter_sm", "one_shot") if problem.sms > 1 else ("none",)
-        ways = [("tma", schedule, comm_sms) for comm_sms in COMM_SMS for schedule in schedules]
-        if problem.linked:
-            ways.append(("copy_engine", "inter_sm", 0))
+    with the fewest communicators: in the ways that are tried, by default `ways`; one shot only where rows are few."""
     found = []
     for (mechanism, schedule, comm_sms), tiling, split in product(
-        ways, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
+        ways(problem) if tried is None else tried, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
     ):
         if mechanism == "copy_engine" and problem.k % tiling.tile[2]:  # it copies bytes: `a` would be padded first
             continue
@@ -165,7 +199,7 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
         idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
         many = schedule == "one_shot" and problem.rows >= GROUP_ROWS * tiling.tile[0]
         if not idle and not many and not unsupported(problem, plan, hardware):
-            found.append((predict_us(problem, plan, tiling, hardware), plan))
+            found.append((cost_of(problem, plan, tiling, hardware).total_us, plan))
     return sorted(found, key=lambda each: each[0])
 
 

@@ -1,19 +1,20 @@
 """Plans of matmul + all-reduce: as those of matmul + reduce-scatter, and how often an element travels."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
 from tileweave.planner import plan as core
+from tileweave.planner.cost import Cost
 from tileweave.planner.hardware import H200, Hardware
-from tileweave.planner.plan import SPLITS, Plan
+from tileweave.planner.plan import SPLITS, Plan, Way
 from tileweave.planner.tiling import (
     PART_BYTES,
     SM_FETCH_GBS,
     TILINGS,
     Tiling,
     operand_bytes,
-    overlapped,
     part_buffers,
     part_rows,
     tiles_of,
@@ -24,7 +25,8 @@ SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2, "inter_sm": 2}  # how often a 
 OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
 MOVES = 2  # buffers of a CTA's mover, a part each
 SMALL_TILE = 128 * 128  # elements of an accumulator beside which there are registers for other things
-COMM_SM_GBS = 45.0  # what a communicator moves; eight fill a link by TMA (measured), in the fabric it is an estimate
+OWN_SHARE = 0.25  # of a product, behind which an owner's sums come: of its last half, a part; between two H200s
+COMM_SM_GBS = 30.0  # what a communicator moves that fetches all ranks' tiles itself; measured between two H200s
 COMM_SMS = (4, 8, 16)  # communicators that the planner considers
 
 
@@ -136,62 +138,98 @@ def _alone(problem: Problem, plan: Plan) -> core.Problem:
     return core.Problem(rows * world, cols, problem.k, world, 2, computing(problem, plan), linked=False)
 
 
-def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
-    """T_launch + max(T_compute, T_memory, T_send) + T_sync, then what comes behind the tile loop, in microseconds.
+def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H200) -> Cost:
+    """What a call takes, compute in whole waves of tiles. One shot, the sums come behind the tiles. Two shots, they are
+    made and travel back while tiles are computed, but those of the last chunk, and what OWN_SHARE of the product does
+    not hide, as an owner's tiles come last.
 
-    One shot's sums take SM_FETCH_GBS on an SM, measured on virtual ranks of an H200 with N = K = 8192.
+    Sums take SM_FETCH_GBS on an SM, measured on virtual ranks of an H200 with N = K = 8192.
     """
     tiles, sms = count_tiles(problem, plan), computing(problem, plan)
-    compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
+    compute = tiling.on(hardware).compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     memory_rate = hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms
-    link_rate = hardware.link_gb_per_s * 1e3
-    result = 2.0 * problem.m * problem.n
-    peers, shots = problem.world - 1, SHOTS[plan.schedule]
-    # What a rank sends, and as much comes; two shots: to, and then from, an owner of whole columns. In the fabric
-    # everything leaves once to be summed, and comes back once.
-    sent = peers * 2.0 * problem.m * min(place_of(problem, plan)[1], problem.n)
-    if plan.mechanism == "multimem":
-        sent = result * (problem.world + 1) / (2 * problem.world)
+    sum_rate = min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
+    result, shots = 2.0 * problem.m * problem.n, SHOTS[plan.schedule]
+    sent = sent_bytes(problem, plan)
     operands = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
-    moved = operands + result + (sent if shots else 0)
-    memory = hardware.launch_us + moved / memory_rate
-    link = hardware.launch_us + sent / link_rate if problem.linked and shots else 0.0
-    loop = overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, sms)
-    norm = hardware.launch_us + 2 * result / memory_rate if problem.norm else 0.0
+    memory = hardware.launch_us + (operands + result + (sent if shots else 0)) / memory_rate
+    linked = problem.linked and shots > 0
+    link = hardware.launch_us + sent / (hardware.link_gb_per_s * 1e3) if linked else 0.0
+    exposed = tiling.exchange_us(tiles, plan.split, sms)
+    if problem.norm and shots != 1:
+        exposed += hardware.launch_us + 2 * result / memory_rate
     if shots == 0:
-        if peers == 0:
-            return loop + norm
-        two = 2 * hardware.launch_us + 2 * hardware.sync_us + 2 * result * peers / problem.world / link_rate
-        one = hardware.launch_us + hardware.sync_us + result * peers / link_rate
-        return loop + min(one, two) + norm
+        return Cost(compute, memory, 0.0, exposed + _collective_us(problem, hardware))
     if shots == 1:  # behind the loop the places of all sources are summed, and what is normed is read again and written
         summed = result * (problem.world + (3 if problem.norm else 1))
-        return loop + hardware.sync_us + summed / min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
+        return Cost(compute, memory, link, exposed + summed / sum_rate, hardware.sync_us)
     chunks = chunks_of(problem, plan)[1]  # of which the last one travels behind the loop
-    tail = 2 * result / chunks / min(memory_rate, SM_FETCH_GBS * sms * 1e3)
+    tail = 2 * result / chunks / (sum_rate * sms / problem.sms)
     if plan.schedule == "inter_sm":  # communicators read and write the owner's share; each fetches what fills a link
         share = 2 * result / problem.world * (1 if plan.mechanism == "multimem" else problem.world)
-        carried = share / (plan.comm_sms * COMM_SM_GBS * 1e3)
-        loop, tail = max(loop, hardware.launch_us + carried), tail + carried / chunks
+        carried = share / (plan.comm_sms * (COMM_SM_GBS if plan.mechanism == "tma" else hardware.sm_gb_per_s) * 1e3)
+        link, tail = max(link, hardware.launch_us + carried), tail + carried / chunks
     if problem.linked:
-        tail = max(tail, sent / chunks / link_rate)
-        loop = max(loop, hardware.launch_us + (2 - 1 / chunks) * sent / link_rate)
-    return loop + shots * hardware.sync_us + tail + norm
+        back = sent / (hardware.link_gb_per_s * 1e3)
+        tail = max(tail, back / chunks)
+        link = max(link, hardware.launch_us + (2 - 1 / chunks) * back)
+        if plan.schedule == "intra_sm":
+            tail = max(tail, back + 2 * result / sum_rate - OWN_SHARE * compute)
+    return Cost(compute, memory, link, exposed + tail, shots * hardware.sync_us)
 
 
-def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans that can run `problem` in one kernel, each with its predicted microseconds, the fastest first."""
+def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:
+    """What torch.mm and NCCL's all-reduce take, one after the other; None if the profile does not say."""
+    sent = 4.0 * problem.m * problem.n * (problem.world - 1) / problem.world
+    alone = core.Problem(problem.m, problem.n, problem.k, 1, 2, problem.sms, linked=False)
+    return core.plain_way("all_reduce", alone, problem.world, sent, hardware)
+
+
+def sent_bytes(problem: Problem, plan: Plan) -> float:
+    """What a rank sends, and as much comes, once; two shots: to, and then from, an owner of whole columns. In the
+    fabric everything leaves once to be summed, and comes back once."""
+    if plan.mechanism == "multimem":
+        return problem.m * problem.n * (problem.world + 1) / problem.world
+    return (problem.world - 1) * 2.0 * problem.m * min(place_of(problem, plan)[1], problem.n)
+
+
+def _collective_us(problem: Problem, hardware: Hardware) -> float:
+    """Of the all-reduce behind the schedule "none", in one shot or two."""
+    result, peers, link_rate = 2.0 * problem.m * problem.n, problem.world - 1, hardware.link_gb_per_s * 1e3
+    if peers == 0:
+        return 0.0
+    two = 2 * hardware.launch_us + 2 * hardware.sync_us + 2 * result * peers / problem.world / link_rate
+    return min(hardware.launch_us + hardware.sync_us + result * peers / link_rate, two)
+
+
+def ways(problem: Problem) -> list[Way]:
+    """What the planner tries: what runs in one kernel, in the fabric where there is multicast."""
+    if problem.world == 1:
+        return [("tma", "none", 0)]
+    inside = [("multimem", "inter_sm", comm_sms) for comm_sms in COMM_SMS] if problem.multicast else []
+    return [("tma", "one_shot", 0), ("tma", "intra_sm", 0), *inside]
+
+
+def further_ways(problem: Problem) -> list[Way]:
+    """What the op has besides, which was never seen to be faster."""
+    return [] if problem.world == 1 else [("tma", "none", 0), *(("tma", "inter_sm", sms) for sms in COMM_SMS)]
+
+
+def candidates(
+    problem: Problem, hardware: Hardware = H200, tried: Iterable[Way] | None = None
+) -> list[tuple[float, Plan]]:
+    """All plans that can run `problem`, each with its predicted microseconds, the fastest first: in the ways that are
+    tried, by default `ways`."""
     found = []
-    ways = [("tma", "none", 0)] if problem.world == 1 else [("tma", "one_shot", 0), ("tma", "intra_sm", 0)]
-    if problem.world > 1 and problem.multicast:
-        ways += [("multimem", "inter_sm", comm_sms) for comm_sms in COMM_SMS]
-    for (mechanism, schedule, comm_sms), tiling, split in product(ways, TILINGS, SPLITS):
+    for (mechanism, schedule, comm_sms), tiling, split in product(
+        ways(problem) if tried is None else tried, TILINGS, SPLITS
+    ):
         plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
         if unsupported(problem, plan, hardware):
             continue
         tiles, sms = count_tiles(problem, plan), computing(problem, plan)
         if split == 1 or (whole_tiles(tiles, sms, split) < tiles and problem.k >= 128 * split):
-            found.append((predict_us(problem, plan, tiling, hardware), plan))
+            found.append((cost_of(problem, plan, tiling, hardware).total_us, plan))
     return sorted(found, key=lambda each: each[0])
 
 

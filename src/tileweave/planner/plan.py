@@ -2,9 +2,11 @@
 
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
 
+from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.tiling import (
     BARRIER_BYTES,
@@ -15,7 +17,6 @@ from tileweave.planner.tiling import (
     STEP_BYTES,
     Tiling,
     operand_bytes,
-    overlapped,
     part_buffers,
     ring_bytes,
     tiles_of,
@@ -26,7 +27,10 @@ SCALED_TILE = 128 * 128  # elements of an accumulator of 8-bit operands beside w
 MAX_SPLIT = 16  # CTAs that may share a tile
 SHARING_SMS = 160  # CTAs that have flags for it
 SPLITS = (1, 2, 3, 4)  # of these, what the planner considers
+Way = tuple[str, str, int]  # mechanism, schedule, communicators
+COMM_SMS = (4, 8, 16, 24)  # communicators that are tried inter-SM
 SCHEDULES = ("intra_sm", "inter_sm", "one_shot", "none")  # of matmul + reduce-scatter
+INTER_SHARE = 0.8  # of what communicators can push, those of inter-SM, which read what was just stored; measured
 OWN_FLAGS, OWN_WORDS = 128, 126  # of a rank's flags and state: those that an op may use as it likes
 
 
@@ -192,27 +196,52 @@ def unshareable(problem: Problem, plan: Plan) -> str | None:
     )
 
 
-def predict_us(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware) -> float:
-    """T_launch + max(T_compute, T_memory, T_communicate) + T_sync in microseconds, compute in whole waves of tiles; one
-    shot: then the sums behind the tiles."""
+def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H200) -> Cost:
+    """What a call takes, compute in whole waves of tiles. Intra-SM, tiles travel while others are computed. Inter-SM
+    they do too, but those of the last block. One shot, the sums of all come behind the tiles; in the schedule "none"
+    so does what travels."""
     tiles, rows = count_tiles(problem, plan), problem.m // problem.world
+    sms = problem.sms - plan.comm_sms
     k_steps = max(1, -(-problem.k // plan.tile[2]))
-    compute = tiling.compute_us(tiles, k_steps, plan.split, problem.sms)
-    moved = operand_bytes(problem.m, problem.n, problem.k, plan.tile, problem.sms, hardware)
-    if plan.schedule == "intra_sm" and few(problem, plan):
-        each = operand_bytes(rows, problem.n, problem.k, plan.tile, problem.sms, hardware)
+    compute = tiling.on(hardware).compute_us(tiles, k_steps, plan.split, sms)
+    moved = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
+    if plan.schedule in ("intra_sm", "inter_sm") and few(problem, plan):
+        each = operand_bytes(rows, problem.n, problem.k, plan.tile, sms, hardware)
         moved = max(moved, problem.world * each)
     moved *= problem.operand_bytes / 2
     moved += problem.m * problem.n * problem.message_bytes
     memory_rate = hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms
     memory = hardware.launch_us + moved / memory_rate
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
-    link = hardware.launch_us + sent / (hardware.link_gb_per_s * 1e3) if problem.linked else 0.0
-    behind = hardware.sync_us if problem.world > 1 else 0.0
-    if plan.schedule == "one_shot":
+    link = hardware.launch_us + sent / (hardware.link_gb_per_s * 1e3) if problem.linked and problem.world > 1 else 0.0
+    exposed = tiling.exchange_us(tiles, plan.split, sms)
+    if plan.schedule == "inter_sm":
+        link = hardware.launch_us + sent / (INTER_SHARE * push_rate(plan.mechanism, plan.comm_sms, hardware))
+        exposed += link / (blocks_of(problem, plan)[1] * problem.world)
+    if plan.schedule in ("one_shot", "none") and problem.world > 1:
         summed = rows * problem.n * problem.message_bytes * (problem.world + 1)
-        behind += summed / min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
-    return overlapped(overlapped(compute, memory), link) + tiling.exchange_us(tiles, plan.split, problem.sms) + behind
+        exposed += summed / min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
+        if plan.schedule == "none":
+            exposed, link = exposed + link, 0.0
+    return Cost(compute, memory, link, exposed, hardware.sync_us if problem.world > 1 else 0.0)
+
+
+def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:
+    """What torch.mm and NCCL's reduce-scatter take, one after the other; None if the profile does not say."""
+    sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
+    return plain_way("reduce_scatter", replace(problem, world=1, linked=False), problem.world, sent, hardware)
+
+
+def plain_way(kind: str, alone: Problem, world: int, sent: float, hardware: Hardware) -> Cost | None:
+    """What the product `alone` on one GPU and a collective of NCCL in which a rank sends `sent` bytes take, one after
+    the other; None if the profile does not say. The product is taken to be as fast as ours is."""
+    collective = collective_us(kind, world, sent, hardware)
+    if collective is None:
+        return None
+    _, plan = candidates(alone, hardware)[0]
+    tiling = next(each for each in BY_OPERAND_BYTES[alone.operand_bytes] if each.tile == plan.tile)
+    product = cost_of(alone, plan, tiling, hardware)
+    return replace(product, exposed_us=product.exposed_us + collective)
 
 
 def few(problem: Problem, plan: Plan) -> bool:
@@ -220,17 +249,33 @@ def few(problem: Problem, plan: Plan) -> bool:
     return problem.world > 1 and problem.m // problem.world < GROUP_ROWS * plan.tile[0]
 
 
-def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first: intra-SM,
-    or one shot where rows are few."""
+def ways(problem: Problem) -> list[Way]:
+    """What the planner tries."""
+    return [("tma", "intra_sm", 0), ("tma", "one_shot", 0)]
+
+
+def further_ways(problem: Problem) -> list[Way]:
+    """What the op has besides, which was never seen to be faster by more than 1%."""
+    return [] if problem.world == 1 else [*(("tma", "inter_sm", sms) for sms in COMM_SMS), ("tma", "none", 0)]
+
+
+def candidates(
+    problem: Problem, hardware: Hardware = H200, tried: Iterable[Way] | None = None
+) -> list[tuple[float, Plan]]:
+    """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first: in the
+    ways that are tried, by default `ways`; one shot only where rows are few."""
     found = []
-    for schedule, tiling, split in product(("intra_sm", "one_shot"), BY_OPERAND_BYTES[problem.operand_bytes], SPLITS):
-        plan = Plan(schedule=schedule, tile=tiling.tile, stages=tiling.stages, split=split)
-        tiles = count_tiles(problem, plan)
-        idle = split > 1 and (whole_tiles(tiles, problem.sms, split) == tiles or problem.k < 128 * split)
-        fits = schedule == "intra_sm" or few(problem, plan)
+    for (mechanism, schedule, comm_sms), tiling, split in product(
+        ways(problem) if tried is None else tried, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
+    ):
+        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
+        if comm_sms >= problem.sms:
+            continue
+        tiles, sms = count_tiles(problem, plan), problem.sms - comm_sms
+        idle = split > 1 and (whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
+        fits = schedule != "one_shot" or few(problem, plan)
         if fits and not idle and not unsupported(problem, plan, hardware):
-            found.append((predict_us(problem, plan, tiling, hardware), plan))
+            found.append((cost_of(problem, plan, tiling, hardware).total_us, plan))
     return sorted(found, key=lambda each: each[0])
 
 

@@ -5,7 +5,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 
 from tileweave.planner.hardware import H200, Hardware
@@ -60,7 +60,7 @@ def box_rows(m: int, rows: int) -> int:
 @dataclass(frozen=True)
 class Tiling:
     """A tile configuration, and what it takes on a CTA in microseconds: a launch, a K step, a tile's beginning and end,
-    the exchange of a tile that several CTAs share. Fitted to measurements on all SMs of an H200."""
+    the exchange of a tile that several CTAs share. Fitted to measurements on all SMs of an H200; elsewhere: `on`."""
 
     tile: Tile
     stages: int
@@ -68,6 +68,13 @@ class Tiling:
     step_us: float
     tile_us: float
     share_us: float
+
+    def on(self, hardware: Hardware) -> "Tiling":
+        """The same on another GPU: a K step takes as much less as an SM's share of a large product's rate is more."""
+        if hardware.matmul_tflops == H200.matmul_tflops and hardware.sms == H200.sms:
+            return self
+        faster = hardware.matmul_tflops / hardware.sms / (H200.matmul_tflops / H200.sms)
+        return replace(self, step_us=self.step_us / faster)
 
     def compute_us(self, tiles: int, k_steps: int, split: int, sms: int) -> float:
         """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand, without exchanges."""
