@@ -186,7 +186,8 @@ def _combined(operands: list[tuple], options: Options) -> list[Results]:
 
 def _combined_twice(operands: list[tuple], options: Options) -> list[Results]:
     x, index, weight, _, _, w, _, _, down = _unzipped(operands)
-    return [(each,) for each in moe.reference(x, index, weight, w[0], down=down[0])]
+    results = moe.reference(x, index, weight, w[0], down=down[0])
+    return [(each, -each) if options.get("again") else (each,) for each in results]
 
 
 def _across(x: torch.Tensor) -> torch.Tensor:
@@ -238,12 +239,15 @@ def _dispatch(x: tuple, group: Any, gated: bool = False, transposed: bool = Fals
     return (tw.moe_combine(y, route, group),)
 
 
-def _combine(x: tuple, group: Any, transposed: bool = False, capacity: int | None = None, **options: Any) -> Results:
-    """Behind a dispatch as the planner has it."""
+def _combine(
+    x: tuple, group: Any, transposed: bool = False, again: bool = False, capacity: int | None = None, **options: Any
+) -> Results:
+    """Behind a dispatch as the planner has it; and again, with other rows, when no dispatch holds ranks together."""
     tokens, index, weight, w, _, everything, _, down, _ = x
     total = everything.shape[0]
     y, route = tw.moe_dispatch_matmul(tokens, index, w, group, topk_weight=weight, experts=total, capacity=capacity)
-    return (tw.moe_matmul_combine(y, _across(down) if transposed else down, route, group, **options),)
+    w = _across(down) if transposed else down
+    return tuple(tw.moe_matmul_combine(h, w, route, group, **options) for h in ((y, -y) if again else (y,)))
 
 
 _EXACT: Callable[[int, bool], float] = lambda ranks, deterministic: 0.0  # noqa: E731

@@ -104,7 +104,7 @@ _SETUPS: dict[str, list[Setup]] = {
         ("two multipliers", _TOKENS | {"tokens": 130}, 2, _plan("intra_sm", "register")),
         ("transposed", _TOKENS | {"tokens": 60}, 2,
          {**_plan("intra_sm", "register", tile=(64, 64, 64)), "transposed": True}),
-        ("ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 2, _plan("intra_sm", "register")),
+        ("ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 2, {**_plan("intra_sm", "register"), "again": True}),
     ],
 }  # fmt: skip
 _WITHOUT_PEERS = ("attention", "grouped_matmul")  # of one rank: the others would do the same

@@ -18,7 +18,9 @@ from tests.ops.moe.problems import assert_right, judge, problem, run, there_and_
 from tests.ops.moe.test_moe import gradients, true_gradients
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
-from tileweave.ops.moe import launch
+from tileweave.fabric.base import HEADER_WORDS
+from tileweave.ops.moe import kernel, launch
+from tileweave.ops.moe.launch import FLAGS
 
 
 def plan(tile=(64, 64, 64), stages=2, comm_sms=2):
@@ -104,6 +106,22 @@ def test_gradients():
     for mine, goal in zip(got, true_gradients(p, seeds), strict=True):
         for g, true in zip(mine, goal, strict=True):
             assert (g.float() - true).norm() <= 0.03 * true.norm() + 1e-6
+
+
+def test_flags_that_calls_leave_out_do_not_fall_behind():
+    """They would seem reached after 2**31 steps. Every flag is raised every so many calls, to the last step of that one."""
+    period, steps = kernel.REFRESH.value, kernel.STEPS.value
+    p = problem([5, 3], 4, 1, 64, 64)
+    with tw.virtual_world(2, device="cpu", sms=4) as world:
+        run(world, p, gated=False, second=False, plan=plan())
+        shared = world.workspace.ops["moe_dispatch_matmul"]
+        shared.state[:, 0] = period - 2
+        run(world, p, gated=False, second=False, plan=plan())
+        flags = shared.flags[:, HEADER_WORDS:][:, : FLAGS // 3 * 3]  # of two sources, and of placers
+        assert flags.max() < period * steps
+        results = run(world, p, gated=False, second=False, plan=plan())
+    assert_right([out for out, *_ in results], truth(p, gated=False, second=False))
+    assert (flags == period * steps + steps - 1).all()
 
 
 def test_ranks_that_disagree_are_told():
