@@ -39,6 +39,18 @@ def test_world_sizes_ragged_shapes_two_calls(world, m, n, k, dtype, deterministi
 
 
 @pytest.mark.parametrize("deterministic", MODES)
+def test_a_large_float16_product_is_not_zero(deterministic):
+    """4096 x 12288 x 49152 among eight ranks (flux #154): no part of any shard is left out, twice."""
+    world, m, n, k = 8, 4096, 12288, 49152
+    calls = [(*operands(world, m, n, k // world, seed=i, dtype=torch.float16, device="cuda")[:2], {}) for i in range(2)]
+    with tw.virtual_world(world, device="cuda", timeout=20.0) as w:
+        for outs, (a, b, _) in zip(run_calls(w, calls, deterministic=deterministic), calls, strict=True):
+            assert_right(outs, a, b, deterministic=deterministic)
+            for part in (part for out in outs for row in out.split(128) for part in row.split(256, 1)):
+                assert part.count_nonzero() > 0.99 * part.numel()
+
+
+@pytest.mark.parametrize("deterministic", MODES)
 @pytest.mark.parametrize("dtype, out", [(torch.bfloat16, None), (torch.float16, None), (torch.bfloat16, torch.float32)])
 @pytest.mark.parametrize("world, m, n, k, sms, tile, split", SHARED_TILES)
 def test_tiles_of_the_last_wave_that_several_ctas_share(

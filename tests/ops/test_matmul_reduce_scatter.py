@@ -42,6 +42,17 @@ def test_a_problem_on_which_every_ring_wraps(deterministic):
             assert_right(outs, a, b, deterministic=deterministic)
 
 
+@pytest.mark.parametrize("deterministic", MODES)
+def test_a_deep_float16_product_is_not_zero(deterministic):
+    """Many more K steps than there are stages, and sums far from 1: flux #154 in small."""
+    calls = [(*operands(2, 2 * 72, 136, 2048, seed=i, dtype=torch.float16)[:2], {}) for i in range(2)]
+    with tw.virtual_world(2, device="cpu", sms=2) as w:
+        results = run_calls(w, calls, deterministic=deterministic, plan=Plan(tile=(128, 128, 64), stages=3))
+    for outs, (a, b, _) in zip(results, calls, strict=True):
+        assert_right(outs, a, b, deterministic=deterministic)
+        assert all(row.count_nonzero() > 0.9 * row.numel() for out in outs for row in out)
+
+
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_five_calls_with_changing_shapes_and_plans_on_one_workspace_one_rank_late(late):
     world = 3
