@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from tileweave.cli import main
+from tileweave.explain import ROUTES
 from tileweave.lang._names import HOST, WORDS
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]\d+)?")
 
 
@@ -72,6 +73,12 @@ def test_console_blocks_show_what_is_printed(command, output, capsys):
         assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert NUMBER.sub("#", printed).split() == NUMBER.sub("#", output).split()
+
+
+def test_every_op_has_a_page():
+    titles = [page.read_text().partition("\n")[0] for page in ROOT.glob("docs/ops/*.md")]
+    missing = [op for op in ROUTES if not any(re.search(rf"\b{op}\b", title) for title in titles)]
+    assert not missing, f"no title of a page in docs/ops names {missing}"
 
 
 def test_every_word_of_a_kernel_is_explained():
