@@ -101,7 +101,7 @@ _SETUPS: dict[str, list[Setup]] = {
     ],
     # Two SMs are too few for the kernel of the dispatch.
     "moe_matmul_combine": [
-        ("two multipliers", _TOKENS | {"tokens": 130}, 2, _plan("intra_sm", "register")),
+        ("two multipliers", _TOKENS, 2, _plan("intra_sm", "register")),
         ("transposed", _TOKENS | {"tokens": 60}, 2,
          {**_plan("intra_sm", "register", tile=(64, 64, 64)), "transposed": True}),
         ("ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 2, {**_plan("intra_sm", "register"), "again": True}),

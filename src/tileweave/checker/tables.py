@@ -78,19 +78,22 @@ def _rows(head: list[str], rows: list[list[str]]) -> str:
 
 
 def _summary(figures: list[dict[str, Any]]) -> str:
-    rows = []
-    for each in figures:
-        judged = each["mutants"]
-        caught = [one for one in judged if one["caught"]]
-        soon = sum(one["after"] <= 5 for one in caught)
-        why = [reason(each["op"], one["key"]) for one in judged if not one["caught"]]
-        kinds = ", ".join(f"{kind} {n}" for kind, n in Counter(one["caught"] for one in caught).most_common())
-        rows.append([
-            each["op"], f"{len(judged)} of {each['of']}", f"{len(caught)}", f"{soon}", kinds,
-            f"{sum(map(bool, why))}", f"{why.count(None)}", each["date"],
-        ])  # fmt: skip
+    rows = [_row(each["op"], [each], each["date"]) for each in figures] + [_row("all", figures, "")]
     head = ["op", "judged", "caught", "within 5 schedules", "as", "survived, explained", "unexplained", "run"]
     return "## What came of them\n\n" + _rows(head, rows)
+
+
+def _row(name: str, figures: list[dict[str, Any]], date: str) -> list[str]:
+    judged = [(each["op"], one) for each in figures for one in each["mutants"]]
+    caught = [one for _, one in judged if one["caught"]]
+    soon = sum(one["after"] <= 5 for one in caught)
+    why = [reason(op, one["key"]) for op, one in judged if not one["caught"]]
+    kinds = ", ".join(f"{kind} {n}" for kind, n in Counter(one["caught"] for one in caught).most_common())
+    of = sum(each["of"] for each in figures)
+    return [
+        name, f"{len(judged)} of {of}", f"{len(caught)}", f"{soon}, {soon / max(len(caught), 1):.1%}", kinds,
+        f"{sum(map(bool, why))}", f"{why.count(None)}", date,
+    ]  # fmt: skip
 
 
 def _survivors(figures: dict[str, Any]) -> str:
