@@ -1,10 +1,11 @@
 """The documentation is true: links lead somewhere, Python blocks run, printed output is what the command prints.
 
-A ```python block runs as a file of its own. A ```console block holds lines `$ tileweave run ...` or `$ python FILE`,
-each followed by its output, in which numbers may differ.
+A ```python block runs as a file of its own; of a ```python needs GPUs one, what it names must exist. A ```console block holds
+lines `$ tileweave run ...` or `$ python FILE`, each followed by its output, in which numbers may differ.
 """
 
 import ast
+import importlib
 import re
 import runpy
 import shlex
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import tileweave
 from tileweave.cli import main
 from tileweave.explain import ROUTES
 from tileweave.lang._names import HOST, WORDS
@@ -61,6 +63,16 @@ def test_python_blocks_run(block, tmp_path):
     file = tmp_path / "block.py"  # a file, because kernels are read from their source
     file.write_text(block)
     runpy.run_path(str(file))
+
+
+@pytest.mark.parametrize("block", list(blocks("python needs GPUs")))
+def test_python_blocks_that_need_gpus_name_what_exists(block):
+    for node in ast.walk(ast.parse(block)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "tw":
+            assert hasattr(tileweave, node.attr), f"tileweave has no {node.attr}"
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("tileweave"):
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
 
 
 @pytest.mark.parametrize(("command", "output"), list(commands()))
