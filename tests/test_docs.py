@@ -1,7 +1,7 @@
 """The documentation is true: links lead somewhere, Python blocks run, printed output is what the command prints.
 
-A ```python block runs as a file of its own; of a ```python needs GPUs one, what it names must exist. A ```console block holds
-lines `$ tileweave run ...` or `$ python FILE`, each followed by its output, in which numbers may differ.
+A ```python block runs as a file of its own; of a ```python needs GPUs one, what it names must exist. A ```console
+block holds lines `$ tileweave run ...` or `$ python FILE`, each followed by its output, in which numbers may differ.
 """
 
 import ast
