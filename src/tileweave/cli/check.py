@@ -14,6 +14,7 @@ from tileweave.cli.problem import LARGEST_SEED, BadUsage
 from tileweave.fabric import MAX_RANKS
 
 SCHEDULES, SECONDS = 100, 300.0
+_OFTEN = 0.15  # seconds between two drawings of the bar
 
 Op = Annotated[
     str, typer.Argument(metavar="OP", help=f"One of {', '.join(checker.OPS)}; or module:function, a test of your own.")
@@ -61,9 +62,18 @@ def run_check(
         screen.print(
             f"{case.name}, {ranks} ranks: up to {schedules} schedules, for up to {seconds:g} s", soft_wrap=True
         )
-    with Progress(*columns, console=screen, transient=True) as bar:
-        task = bar.add_task(f"{case.name}, {ranks} ranks", total=schedules, steps=0)
-        report = run(lambda report: bar.update(task, completed=report.schedules, steps=report.steps))
+    # A thread that draws would keep the workers from being forked: new interpreters take seconds to come up.
+    with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
+        task, drawn = bar.add_task(f"{case.name}, {ranks} ranks", total=schedules, steps=0), 0.0
+
+        def draw(report: checker.Report) -> None:
+            nonlocal drawn
+            bar.update(task, completed=report.schedules, steps=report.steps)
+            if report.seconds - drawn > _OFTEN:
+                drawn = report.seconds
+                bar.refresh()
+
+        report = run(draw)
     show(console, case, report, seed)
     return report
 
