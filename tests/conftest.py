@@ -21,6 +21,8 @@ def _hopper_gpus() -> int:
 
 def pytest_collection_modifyitems(items):
     """Skip tests marked gpu or multigpu where the GPUs are missing, with the reason."""
+    unnamed = [item.nodeid for item in items if " at 0x" in item.nodeid]
+    assert not unnamed, f"an id that holds an address is another one in each of the workers: {unnamed}"
     gpus = _hopper_gpus()
     needs = {"gpu": 1, "multigpu": 2}
     for item in items:

@@ -72,7 +72,7 @@ def test_a_dtensor_is_refused_by_name_and_told_what_would_do(mesh):
                     tw.explain(op, **given, **options)
 
 
-@pytest.mark.parametrize("wrong", [5, "text", None, {}, object()], ids=repr)
+@pytest.mark.parametrize("wrong", [5, "text", None, {}, object()], ids=lambda wrong: type(wrong).__name__)
 def test_what_is_no_tensor_is_refused_by_name(wrong):
     for op, (operands, options) in calls().items():
         for name in operands:
@@ -108,7 +108,7 @@ def test_a_plan_that_a_fallback_does_not_use_is_told_of(op):
         (lambda rank: 0, "got one that takes (rank): too many positional arguments"),
         (lambda a, b, c: 0, "got one that takes (a, b, c): missing a required argument: 'c'"),
     ],
-    ids=repr,
+    ids=("a number", "None", "one argument", "three arguments"),
 )
 def test_what_a_world_cannot_run_is_told_before_it_runs(fn, words):
     with tw.virtual_world(2, device="cpu") as world:
