@@ -12,6 +12,7 @@ from tileweave.ops.ring_attention import ring_attention
 from tileweave.ops.route import Route
 from tileweave.ops.sequence.placement import place_sequence, unplace_sequence
 from tileweave.ops.ulysses_attention import ulysses_attention
+from tileweave.plan import plan
 from tileweave.planner import Plan
 
 __version__ = "0.1.0"
@@ -35,6 +36,7 @@ __all__ = [
     "moe_dispatch_matmul",
     "moe_matmul_combine",
     "place_sequence",
+    "plan",
     "reduce_scatter",
     "ring_attention",
     "ulysses_attention",

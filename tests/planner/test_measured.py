@@ -4,6 +4,7 @@ import statistics
 
 import pytest
 
+from tileweave.bench import planner_page
 from tileweave.bench.predictions import FILES, PLANNERS, points, summary, whole_problem
 
 POINTS = points()
@@ -45,3 +46,8 @@ def test_measured_order_of_the_plain_way_and_the_fused_one_is_predicted():
     for pair in apart:
         measured = pair[False].measured_us > pair[True].measured_us
         assert (pair[False].predicted_us > pair[True].predicted_us) == measured, pair
+
+
+def test_the_page_shows_these_predictions():
+    text = planner_page.PAGE.read_text()
+    assert planner_page.filled(text, POINTS) == text, "python -m tileweave.bench.planner_page"

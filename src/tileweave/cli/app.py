@@ -18,7 +18,7 @@ from rich.console import Console
 from tileweave import FabricTimeout, __version__
 from tileweave.cli import check as checking
 from tileweave.cli import doctor as machine
-from tileweave.cli import probing, show
+from tileweave.cli import planning, probing, show
 from tileweave.cli.environment import check_environment, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.ops import OPS
@@ -137,6 +137,27 @@ def probe(
     if profile is not None:
         probing.show(_console(), profile)
         probing.write(profile, json_file, png)
+    return 0
+
+
+@app.command()
+def plan(
+    op: planning.Op,
+    shape: planning.Shape = "",
+    gpu: planning.Gpu = None,
+    ranks: planning.Ranks = None,
+    dtype: planning.Dtype = "bf16",
+    timeline: planning.Picture = None,
+    as_json: Json = False,
+) -> int:
+    """Say what the planner would choose for OP, what comes next, what it rejects, and why; nothing is launched."""
+    decision = planning.decide(op, shape, gpu, ranks, dtype, timeline)
+    if timeline is not None:
+        planning.draw(decision, timeline)
+    if as_json:
+        _print_json(decision.to_dict())
+    else:
+        planning.show(_console(), decision)
     return 0
 
 

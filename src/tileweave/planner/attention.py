@@ -6,9 +6,10 @@
 import math
 from dataclasses import dataclass, replace
 
+from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
-from tileweave.planner.tiling import BARRIER_BYTES, overlapped
+from tileweave.planner.tiling import BARRIER_BYTES
 
 ROWS = 64  # query rows of a consumer, a warp group
 DIMS = (64, 128, 256)  # of a tile: a head's dimension is padded to the next of them
@@ -16,7 +17,6 @@ TILES = {64: ((128, 128, 64), 8), 128: ((128, 128, 128), 5), 256: ((128, 32, 256
 TWO_BLOCKS = "two_blocks"  # a schedule of ring_attention
 GATHERED_BYTES = 16 << 30  # of keys and values of all peers, both slots: what ring_attention keeps of them at most
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
-SM_GBS = 36.0  # what one SM is counted on to push, as for all_gather_matmul
 TFLOPS = {64: 450.0, 128: 620.0, 256: 450.0}  # of all SMs of an H200, by head dimension
 
 
@@ -84,15 +84,25 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
     return None
 
 
-def predict_us(problem: Problem, plan: Plan, hardware: Hardware = H200) -> float:
-    """T_launch + max(T_compute, T_communicate) + T_sync in microseconds."""
+def cost_of(problem: Problem, plan: Plan, hardware: Hardware = H200) -> Cost:
+    """What a call takes: the product on the SMs that compute, beside what travels."""
     sms = problem.sms - plan.comm_sms
-    compute = hardware.launch_us + problem.flops / (TFLOPS[problem.dim] * 1e6 * sms / hardware.sms)
+    faster = hardware.attention_tflops / H200.attention_tflops
+    compute = hardware.launch_us + problem.flops / (TFLOPS[problem.dim] * faster * 1e6 * sms / hardware.sms)
     if problem.world == 1:
-        return compute
-    rate = plan.comm_sms * SM_GBS
-    send = hardware.launch_us + problem.sent / ((min(rate, hardware.link_gb_per_s) if problem.linked else rate) * 1e3)
-    return overlapped(compute, send) + hardware.sync_us
+        return Cost(compute, 0.0)
+    send = hardware.launch_us + problem.sent / push_rate("tma", plan.comm_sms, hardware, problem.linked)
+    return Cost(compute, 0.0, send, 0.0, hardware.sync_us)
+
+
+def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:
+    """What NCCL, bringing keys and values to all ranks or heads to theirs, and attention then take; None if the profile
+    does not say."""
+    collective = collective_us("all_gather", problem.world, problem.sent, hardware)
+    if collective is None:
+        return None
+    alone = cost_of(replace(problem, world=1), Plan(), hardware)
+    return replace(alone, exposed_us=collective)
 
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
@@ -102,7 +112,9 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
         tile = (ROWS, *tile[1:])
     schedule = TWO_BLOCKS if problem.gathered > GATHERED_BYTES else "inter_sm"
     plans = [Plan("tma", schedule, tile, stages, 1, comm_sms) for comm_sms in (COMM_SMS if problem.world > 1 else (0,))]
-    found = [(predict_us(problem, plan, hardware), plan) for plan in plans if not unsupported(problem, plan, hardware)]
+    found = [
+        (cost_of(problem, plan, hardware).total_us, plan) for plan in plans if not unsupported(problem, plan, hardware)
+    ]
     return sorted(found, key=lambda each: each[0])
 
 

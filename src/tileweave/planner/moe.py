@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass, replace
 
 from tileweave.planner import plan as core
+from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
 from tileweave.planner.tiling import TILINGS, Tile, Tiling, overlapped, part_rows
@@ -147,6 +148,38 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
         "of many rows"
     )
     return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)
+
+
+def dispatch_cost(problem: DispatchProblem, plan: Plan, tokens: int, topk: int, hardware: Hardware = H200) -> Cost:
+    """What a dispatch of `tokens` of a rank takes, each to `topk` experts, if all experts get as many: a token travels
+    once to each rank that has one of its experts. Half of the communicators send, at their rate between GPUs."""
+    product = grouped_us(problem, plan, tokens * topk, problem.sms - plan.comm_sms, hardware)
+    sent = sent_tokens(problem, tokens, topk) * 2.0 * problem.k
+    send = hardware.launch_us + sent / push_rate("tma", plan.comm_sms - placers_of(plan), hardware)
+    return Cost(product, 0.0, send, 0.0, hardware.sync_us)
+
+
+def plain_dispatch(
+    problem: DispatchProblem, plan: Plan, tokens: int, topk: int, hardware: Hardware = H200
+) -> Cost | None:
+    """What an all-gather of all tokens by NCCL and a grouped matmul take; None if the profile does not say."""
+    sent = 2.0 * problem.k * tokens * (problem.world - 1)
+    collective = collective_us("all_gather", problem.world, sent, hardware)
+    if collective is None:
+        return None
+    return Cost(grouped_us(problem, plan, tokens * topk, problem.sms, hardware), 0.0, 0.0, collective)
+
+
+def grouped_us(problem: DispatchProblem, plan: Plan, rows: int, sms: int, hardware: Hardware) -> float:
+    """Of the grouped matmul alone, on `sms` SMs."""
+    grouped = GroupedProblem(rows, problem.experts, problem.products * problem.n, problem.k, sms)
+    tiling = next(each for each in TILINGS if each.tile == plan.tile)
+    return predict_us(grouped, tiling.on(hardware), hardware)
+
+
+def sent_tokens(problem: DispatchProblem, tokens: int, topk: int) -> float:
+    """Copies of tokens that leave a rank, expected: to every other rank that some of a token's experts are on."""
+    return tokens * (problem.world - 1) * (1 - (1 - 1 / problem.world) ** topk)
 
 
 def uncombinable(world: int, n: int, k: int) -> str | None:

@@ -1,0 +1,99 @@
+"""`tileweave plan`: what the planner would choose for a shape on a machine, why, and when what would happen."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tileweave.cli.problem import DTYPES, BadUsage
+from tileweave.plan import SIZES, plan
+from tileweave.planner.decision import Decision
+
+Op = Annotated[str, typer.Argument(metavar="OP", help=f"One of: {', '.join(SIZES)}.")]
+Shape = Annotated[
+    str, typer.Option(help="Sizes of the whole problem: m=..,n=..,k=..; batch, heads, seq, ..; tokens, hidden, ..")
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(help="h100, h200, b200, gb200-nvl72 or a file that probe wrote. Default: this machine's, else h200."),
+]
+Ranks = Annotated[int | None, typer.Option(help="Number of ranks. Default: as many as the profile has.")]
+Dtype = Annotated[str, typer.Option(help="bf16 or fp16.")]
+Picture = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a rank's timeline; needs matplotlib.")]
+COLORS = {"SMs": "tab:blue", "link": "tab:orange", "waits": "tab:red"}
+
+
+def decide(op: str, shape: str, gpu: str | None, ranks: int | None, dtype: str, picture: Path | None) -> Decision:
+    """The planner's answer to a command line; BadUsage for one that makes no sense."""
+    if picture is not None:
+        if not find_spec("matplotlib"):
+            raise BadUsage("--timeline needs matplotlib: pip install matplotlib")
+        if not picture.parent.is_dir():
+            raise BadUsage(f"--timeline {picture}: there is no folder {picture.parent}")
+    if dtype not in DTYPES:
+        raise BadUsage(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    try:
+        return plan(op, _sizes(shape), DTYPES[dtype], gpu=gpu, ranks=ranks)
+    except (ValueError, TypeError) as error:
+        raise BadUsage(str(error)) from error
+
+
+def _sizes(shape: str) -> dict[str, int]:
+    """What --shape says."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, shape.split(",")):
+        name, equals, value = part.strip().partition("=")
+        if not equals or not value.isdecimal() or len(value) > 10:
+            raise BadUsage(f"--shape takes sizes as name=number,name=number up to {2**31 - 1}, got {part!r}")
+        if name in sizes:
+            raise BadUsage(f"--shape names {name} twice: {shape!r}")
+        sizes[name] = int(value)
+    return sizes
+
+
+def show(console: Console, decision: Decision) -> None:
+    """Print a decision as a table."""
+    sizes = " ".join(f"{name}={size}" for name, size in decision.shape.items())
+    console.print(
+        f"[bold]{decision.op}[/], {decision.ranks} ranks of {escape(decision.gpu)}, {decision.dtype}: {sizes}"
+    )
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for head in ("", "mechanism", "schedule", "tile", "SMs that communicate", "us"):
+        table.add_column(head, justify="right" if head.endswith(("communicate", "us")) else "left")
+    runner_up = [("runner-up", decision.runner_up)] if decision.runner_up else []
+    rows = [("plan", decision.plan), *runner_up, *(("rejected", each) for each in decision.rejected)]
+    for name, each in rows:
+        tile = "x".join(map(str, each.tile)) if each.mechanism != "nccl" else "-"
+        cells = each.mechanism, each.schedule, tile, str(each.comm_sms), f"{each.predicted_us:.1f}"
+        table.add_row(f"[cyan]{name}[/]", *cells)
+    console.print(table)
+    for _, each in rows:
+        console.print(f"  [cyan]{each.mechanism} {each.schedule}[/]: {escape(each.reason)}")
+    console.print(f"  [cyan]simulated[/]: {decision.simulated_us:.1f} us")
+
+
+def draw(decision: Decision, path: Path) -> None:
+    """Write the timeline of rank 0 as a picture, its kind by the name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 3), layout="constrained")
+    axes = figure.subplots()
+    lanes = list(COLORS)
+    for event in decision.events:
+        place = lanes.index(event.lane)
+        axes.barh(
+            place, event.end_us - event.start_us, left=event.start_us, color=COLORS[event.lane], edgecolor="white"
+        )
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlabel("microseconds, simulated")
+    plan = decision.plan
+    axes.set_title(f"{decision.op}, rank 0 of {decision.ranks} on {decision.gpu}: {plan.mechanism} {plan.schedule}")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise BadUsage(f"--timeline {path}: cannot be written: {error}") from error

@@ -1,0 +1,147 @@
+"""A choice that can be asked why: the plan, its runner-up, and what was rejected, each with a reason in numbers."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tileweave.planner.cost import ERROR, PLAIN_MARGIN, Cost
+from tileweave.planner.hardware import Hardware
+from tileweave.planner.plan import Plan
+from tileweave.planner.simulate import Event
+from tileweave.planner.timeline import timeline
+
+PLAIN = "nccl"  # the mechanism of the plain way, which is no plan of a kernel
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best plan of one way, mechanism and schedule, with the terms of its prediction."""
+
+    plan: Plan
+    cost: Cost
+
+    @property
+    def way(self) -> tuple[str, str]:
+        """Mechanism and schedule."""
+        return self.plan.mechanism, self.plan.schedule
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What `tileweave.plan` answers. cost: the terms of the plan's prediction; runner_up: None where there is one way;
+    simulated_us, events: of a simulation of the plan's tiles and messages, what rank 0 does in it."""
+
+    op: str
+    gpu: str
+    ranks: int
+    shape: dict[str, int]
+    dtype: str
+    plan: Plan
+    cost: Cost
+    runner_up: Plan | None
+    rejected: tuple[Plan, ...]
+    simulated_us: float
+    events: tuple[Event, ...]
+
+    @property
+    def fused(self) -> bool:
+        """Whether a kernel of ours is predicted to be worth it."""
+        return self.plan.mechanism != PLAIN
+
+    def to_dict(self) -> dict[str, Any]:
+        """The decision as plain values, for JSON."""
+        terms = {name: round(us, 2) for name, us in vars(self.cost).items() if name != "slowing"}
+        return {
+            "op": self.op, "gpu": self.gpu, "ranks": self.ranks, "shape": self.shape, "dtype": self.dtype,
+            "fused": self.fused, "plan": self.plan.to_dict(), "terms": {**terms, "bound": self.cost.bound},
+            "simulated_us": round(self.simulated_us, 1),
+            "runner_up": self.runner_up.to_dict() if self.runner_up else None,
+            "rejected": [plan.to_dict() for plan in self.rejected],
+        }  # fmt: skip
+
+
+def best_of_ways(found: Iterable[tuple[float, Plan]], cost: Callable[[Plan], Cost]) -> list[Candidate]:
+    """Of predictions, the fastest first, the first of each way."""
+    best: dict[tuple[str, str], Plan] = {}
+    for us, plan in found:
+        best.setdefault((plan.mechanism, plan.schedule), replace(plan, predicted_us=round(us, 1)))
+    return [Candidate(plan, cost(plan)) for plan in best.values()]
+
+
+def plain_candidate(cost: Cost) -> Candidate:
+    """The plain way."""
+    reason = "torch's product and NCCL's collective, one after the other"
+    plan = Plan(PLAIN, "none", (128, 256, 64), 4, 1, 0, round(cost.total_us, 1), reason)
+    return Candidate(plan, cost)
+
+
+def faster_plain(fused_us: float, plain: Cost | None) -> str | None:
+    """Why the plain way is taken instead of a fused one; None if it is not predicted to be faster by more than the
+    model can tell."""
+    if plain is None or fused_us <= PLAIN_MARGIN * plain.total_us:
+        return None
+    return (
+        f"torch's product and NCCL's collective are predicted to take {plain.total_us:.0f} us, the fused kernel "
+        f"{fused_us:.0f} us"
+    )
+
+
+def settle(
+    op: str, hardware: Hardware, ranks: int, shape: dict[str, int], dtype: str, chosen: Candidate,
+    others: list[Candidate], plain: Candidate | None, sms: int, shard_bytes: float,
+) -> Decision:  # fmt: skip
+    """The decision between what the op takes by itself, the other ways, and the plain one."""
+    why = faster_plain(chosen.cost.total_us, plain.cost if plain else None)
+    rest = sorted([*others, *([plain] if plain else [])], key=lambda each: each.cost.total_us)
+    if why is not None and plain is not None:
+        rest = sorted([chosen, *others], key=lambda each: each.cost.total_us)
+        chosen = Candidate(replace(plain.plan, reason=why), plain.cost)
+    told = tuple(replace(each.plan, reason=objection(each, chosen, hardware, ranks, sms, shard_bytes)) for each in rest)
+    plan = replace(chosen.plan, reason=f"{chosen.plan.reason}; {terms(chosen.cost)}")
+    simulated = timeline(op, ranks, shape, plan, chosen.cost, sms, hardware)
+    runner_up = told[0] if told else None
+    return Decision(op, hardware.name, ranks, shape, dtype, plan, chosen.cost, runner_up, told[1:], *simulated)
+
+
+def terms(cost: Cost) -> str:
+    """A prediction's terms in words."""
+    parts = [f"product {max(cost.compute_us, cost.memory_us):.0f} us"]
+    if cost.communicate_us:
+        parts.append(f"transfer beside it {cost.communicate_us:.0f} us")
+    if cost.exposed_us + cost.sync_us:
+        parts.append(f"behind them {cost.exposed_us + cost.sync_us:.0f} us")
+    return ", ".join(parts)
+
+
+def objection(each: Candidate, chosen: Candidate, hardware: Hardware, ranks: int, sms: int, shard_bytes: float) -> str:
+    """Why a candidate was not chosen, in numbers."""
+    more = each.cost.total_us / chosen.cost.total_us - 1
+    head = f"{each.cost.total_us:.0f} us, {abs(more):.0%} {'more' if more >= 0 else 'less'} than what is taken"
+    if 0 > more > -ERROR:
+        head += ", which is within the model's error, and was never measured to be faster"
+    return f"{head}: {_way_says(each, chosen, hardware, sms, shard_bytes)}"
+
+
+def _way_says(each: Candidate, chosen: Candidate, hardware: Hardware, sms: int, shard_bytes: float) -> str:
+    plan, cost = each.plan, each.cost
+    mechanism, schedule = each.way
+    if mechanism == PLAIN:
+        return f"NCCL's {cost.exposed_us:.0f} us follow a product of {max(cost.compute_us, cost.memory_us):.0f} us"
+    if mechanism == "copy_engine":
+        took = hardware.transfer_us("copy_engine", "put", shard_bytes)
+        share = shard_bytes / took / 1e3 / hardware.link_nominal_gb_per_s if took else 0.0
+        return f"the shard is {shard_bytes / 1e6:.2g} MB: the copy engine would reach {share:.0%} of the link"
+    if schedule == "none":
+        return f"{cost.exposed_us:.0f} us of transfers and sums follow the product, and nothing hides them"
+    if schedule == "one_shot":
+        return (
+            f"{cost.communicate_us:.0f} us travel beside the product, {cost.exposed_us:.0f} us before or after it, "
+            "as every rank sends all that its peers sum or multiply"
+        )
+    if schedule == "inter_sm" and plan.comm_sms:
+        costs = cost.compute_us / max(chosen.cost.compute_us, 1e-9) - 1
+        return (
+            f"{plan.comm_sms} of {sms} SMs communicate, so the product takes {costs:+.0%}, and what they move "
+            f"{cost.communicate_us:.0f} us, {cost.exposed_us:.0f} us of other things behind"
+        )
+    return f"{terms(cost)}, with tiles of {plan.tile[0]} x {plan.tile[1]}"
