@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.emulator.kernels import primitives as k
-from tests.emulator.problems import randn
+from tests.emulator.problems import D, layout, randn
 from tests.emulator.test_async import launch, two_ranks
 from tileweave.emulator import Multicast, ProtocolError, RaceError, World
 
@@ -162,6 +162,16 @@ def test_multicast_without_alias_fence():
     for seed in SEEDS:
         with pytest.raises(RaceError, match="fence_proxy_alias"):
             multicasts(seed, 2, 0, "store")
+
+
+def test_the_end_of_a_tma_store_is_no_alias_fence():
+    for seed in SEEDS:
+        data, out = torch.zeros(1, 32, 64, dtype=torch.bfloat16), torch.zeros(32, 64, dtype=torch.bfloat16)
+        tiles = D(data[0], [32, 64], layout())
+        launch(seed, k.stored_by_tma, tiles, Multicast(data), out, 32, True)
+        assert (out == 1).all()
+        with pytest.raises(RaceError, match="fence_proxy_alias"):
+            launch(seed, k.stored_by_tma, tiles, Multicast(data), out, 32, False)
 
 
 @pytest.mark.parametrize("what", ["load", "store", "atomic"])

@@ -153,9 +153,10 @@ class Clock:
         )
 
     def see(self, lane: int, count: int) -> None:
-        """Learn of an asynchronous completion, which carries an implicit proxy fence for its own accesses."""
+        """Learn of an asynchronous completion, which carries an implicit proxy fence for its own accesses, but none
+        between aliases."""
         self.reserve(lane + 1)
-        column = self.local[:, lane]
+        column = self.local[:ALIAS, lane]
         np.maximum(column, count, out=column)
 
     def tick(self, lane: int) -> None:

@@ -368,6 +368,24 @@ def multicasts(rank, W: gl.constexpr, mc, uc, stride, flags_ptr, fstride, out, F
 
 
 @gl.jit
+def stored_by_tma(tiles, mc, out, ROWS: gl.constexpr, FENCE: gl.constexpr):
+    """A tile goes to memory by TMA, and is read through a multicast address."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    buf = gl.allocate_shared_memory(tiles.dtype, tiles.block_shape, tiles.layout)
+    buf.store(gl.full([ROWS, 64], 1.0, gl.bfloat16, L))
+    gl.fence_async_shared()
+    gl.barrier()
+    gl.tma_store(tiles, [0, 0], buf)
+    gl.store_wait(0)
+    gl.barrier()
+    if FENCE:
+        gl.fence_proxy_alias()
+    rows, cols = gl.arange(0, ROWS, gl.SliceLayout(1, L)), gl.arange(0, 64, gl.SliceLayout(0, L))
+    o = rows[:, None] * 64 + cols[None, :]
+    gl.store(out + o, gl.multimem_load_reduce(gl.multicast_pointer(mc, gl.bfloat16) + o))
+
+
+@gl.jit
 def misuses_addresses(mc, uc, WHAT: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     o = gl.arange(0, 1024, L)
