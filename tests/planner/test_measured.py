@@ -3,9 +3,12 @@
 import statistics
 
 import pytest
+import torch
 
 from tileweave.bench import planner_page
 from tileweave.bench.predictions import FILES, PLANNERS, points, summary, whole_problem
+from tileweave.ops.all_gather_matmul.check import settle
+from tileweave.ops.contract import Like, Site
 
 POINTS = points()
 
@@ -51,3 +54,16 @@ def test_measured_order_of_the_plain_way_and_the_fused_one_is_predicted():
 def test_the_page_shows_these_predictions():
     text = planner_page.PAGE.read_text()
     assert planner_page.filled(text, POINTS) == text, "python -m tileweave.bench.planner_page"
+
+
+def test_the_op_takes_the_plain_way_where_it_is_predicted_faster_and_nccl_is_there():
+    """Of what all ranks share nothing else decides; a plan of the caller's is kept."""
+
+    def route(rows, nccl=True, plan=None):
+        site = Site("processes", 2, 132, torch.device("cuda"), None, "it is off", linked=True, nccl=nccl)
+        a, b = (Like(torch.Size(shape), torch.bfloat16, site.device) for shape in ((rows // 2, 8192), (8192, 14336)))
+        return settle(site, a, (b,), (), False, plan, 0)[1]
+
+    assert not route(64).fused and route(64).backend == "processes" and "NCCL" in route(64).reason
+    assert route(64, nccl=False).fused and route(2048).fused
+    assert route(64, plan=route(64, nccl=False).plan).fused

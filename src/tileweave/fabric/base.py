@@ -90,6 +90,7 @@ class Fabric(ABC):
     `device`      where this rank's tensors live
     `sms`         how many SMs this rank's kernels may use, which is the largest grid of `launch`; 0: no kernels
     `linked`      whether each rank has a GPU of its own, so that a link lies between any two
+    `nccl`        whether, besides, the group's own collectives between GPUs are NCCL's
     `debug`       whether `agree` compares the ranks' calls: debug mode when the fabric was made
     """
 
@@ -100,6 +101,7 @@ class Fabric(ABC):
     sms: int
     debug: bool
     linked: bool = False
+    nccl: bool = False
 
     @abstractmethod
     def refusal(self) -> str | None:

@@ -134,6 +134,7 @@ class ProcessFabric(DistributedFabric):
         if self._why is None:
             sharing = max(Counter(fact.gpu for fact in facts).values())
             self.linked = sharing == 1
+            self.nccl = self.linked and "cuda:nccl" in dist.get_backend_config(group).split(",")
             self.sms = min(
                 self.gather_values(sms_per_rank(sharing, device, None))
             )  # CTAs of different ranks may be paired

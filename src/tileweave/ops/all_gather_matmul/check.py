@@ -19,11 +19,12 @@ from tileweave.ops.contract import (
     check_plan,
     check_scale,
     out_of_reach,
+    plainer,
     unaligned,
 )
 from tileweave.ops.route import Route, fallback
 from tileweave.planner import Plan
-from tileweave.planner.all_gather_matmul import Problem, plan_for, unsupported
+from tileweave.planner.all_gather_matmul import Problem, plain, plan_for, unsupported
 
 NAME = "all_gather_matmul"
 MAX_B = 3  # matrices that the kernel has arguments for
@@ -153,8 +154,10 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
         refusal = "the results but for the gathered rows are empty"
     if refusal:
         return fallback(NAME, refusal, "the group's all-gather, then torch.matmul", plan)
-    plan = plan or plan_for(problem)
-    return Route(NAME, site.backend, True, plan.reason, plan)
+    made = plan or plan_for(problem)
+    if plan is None and (why := plainer(site, made, lambda: plain(problem))):
+        return fallback(NAME, why, "the group's all-gather, then torch.matmul", backend=site.backend)
+    return Route(NAME, site.backend, True, made.reason, made)
 
 
 def impossible(site: Site, plan: Plan) -> str | None:

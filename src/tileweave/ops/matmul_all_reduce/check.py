@@ -19,11 +19,12 @@ from tileweave.ops.contract import (
     check_max_sms,
     check_plan,
     out_of_reach,
+    plainer,
     unaligned,
 )
 from tileweave.ops.route import Route, fallback
 from tileweave.planner import Plan
-from tileweave.planner.matmul_all_reduce import Problem, plan_for, unsupported
+from tileweave.planner.matmul_all_reduce import Problem, plain, plan_for, unsupported
 
 NAME = "matmul_all_reduce"
 
@@ -113,8 +114,10 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
         return fallback(NAME, refusal, "torch.matmul, then the group's all-reduce", plan)
     if call.m == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
-    plan = plan or plan_for(problem)
-    return Route(NAME, site.backend, True, plan.reason, plan)
+    made = plan or plan_for(problem)
+    if plan is None and (why := plainer(site, made, lambda: plain(problem))):
+        return fallback(NAME, why, "torch.matmul, then the group's all-reduce", backend=site.backend)
+    return Route(NAME, site.backend, True, made.reason, made)
 
 
 def problem_of(site: Site, call: Call) -> Problem:

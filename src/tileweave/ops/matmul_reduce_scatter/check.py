@@ -16,10 +16,12 @@ from tileweave.ops.contract import (
     check_plan,
     check_scale,
     out_of_reach,
+    plainer,
     unaligned,
 )
 from tileweave.ops.route import Route, fallback
 from tileweave.planner import Plan, Problem, plan_for, unsupported
+from tileweave.planner.plan import plain
 
 NAME = "matmul_reduce_scatter"
 REDUCTIONS = ("sum", "avg")
@@ -120,8 +122,10 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
         return fallback(NAME, refusal, "torch.matmul, then the group's reduce-scatter", plan)
     if call.rows == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
-    plan = plan or plan_for(problem)
-    return Route(NAME, site.backend, True, plan.reason, plan)
+    made = plan or plan_for(problem)
+    if plan is None and (why := plainer(site, made, lambda: plain(problem))):
+        return fallback(NAME, why, "torch.matmul, then the group's reduce-scatter", backend=site.backend)
+    return Route(NAME, site.backend, True, made.reason, made)
 
 
 def problem_of(site: Site, call: Call) -> Problem:
