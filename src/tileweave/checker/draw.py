@@ -45,7 +45,10 @@ class Call:
         sizes, options = dict(self.sizes), dict(OpCase(self.op, self.ranks).all_variants[self.variant])
         plan = options.pop("plan", None)
         if plan is not None and not self.planned:  # copies within one GPU need an SM of each rank
-            options["plan"] = replace(plan, comm_sms=1) if plan.mechanism == "copy_engine" else plan
+            plan = replace(plan, comm_sms=1) if plan.mechanism == "copy_engine" else plan
+            if self.op in ("ring_attention", "ulysses_attention"):  # heads that are padded to 64 or to 128
+                plan = replace(plan, tile=(*plan.tile[:2], 64 if sizes["dim"] <= 64 else 128))
+            options["plan"] = plan
         if "capacity" in options:  # nothing is to be dropped
             options["capacity"] = max(sizes["tokens"] * sizes["topk"], 1)
         return options

@@ -123,7 +123,7 @@ def test_only_what_is_needed_is_kept_and_computed(needs, regather, monkeypatch):
 
     with tw.virtual_world(2, device="cpu") as w:
         kind = type(w.run(lambda rank, group: tw.fabric.fabric_of(group))[0])
-        monkeypatch.setattr(kind, "agree", lambda self, call: made.append(str(call).split()[0]))
+        monkeypatch.setattr(kind, "agree", lambda self, call: made.append(call.op))
         w.run(rank_program)
     expected = ["all_gather_matmul"] + ["matmul_reduce_scatter"] * needs[0]
     expected += ["all_gather"] * (regather and any(needs[1:3]))

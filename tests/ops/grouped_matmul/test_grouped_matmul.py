@@ -197,7 +197,7 @@ MUTANTS = {  # an edit, and what it must lead to: R race, D deadlock, P protocol
     "a multiplier leaves too much out": (GROUPED, [("gl.where(row < end_of(", "gl.where(row + 8 < end_of(")], "W"),
     "a table that ends early": (KERNEL, [("gl.minimum(before + tiles, limit))", "gl.minimum(before, limit))")], "W"),
     "tiles of empty experts": (KERNEL, [("gl.cdiv(gl.maximum(end - start, 0), BM)\n    return", "gl.cdiv(gl.maximum(end - start, 1), BM)\n    return")], "WRP"),
-    "rows beyond left as they were": (KERNEL, [("    zero_rows(out, gl.maximum", "    zero_rows(out, rows + gl.maximum")], "W"),
+    "rows beyond left as they were": (KERNEL, [("    zero_rows(out, end_of", "    zero_rows(out, rows + end_of")], "W"),
     "a multiplier leaves nothing out": (GROUPED, [("return gl.where(row < end_of(work.offsets, expert, work.rows), steps, 0)", "return steps")], None),
 }  # fmt: skip
 

@@ -199,7 +199,7 @@ def test_max_sms_bounds_the_grid_and_is_agreed_on():
         routes = w.run(lambda rank, group: tw.explain("matmul_all_reduce", a[rank], b[rank], group, max_sms=3))
         assert_right(outs, a, b, given)
         assert all("on 3 SMs" in route.reason for route in routes)
-        with pytest.raises(RuntimeError, match="max_sms=2"):
+        with pytest.raises(RuntimeError, match="max_sms is 1 on rank 0, 2 on rank 1"):
             w.run(lambda rank, group: tw.matmul_all_reduce(a[rank], b[rank], group, max_sms=1 + rank))
 
 

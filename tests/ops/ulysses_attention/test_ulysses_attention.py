@@ -98,7 +98,7 @@ WRONG = [
     (dict(q=Q[:, :2]), ValueError, "2 heads, not divisible by the world size 3; 3 would be"),
     (dict(), ValueError, "k and v have 2 heads in a world of 3: one must be a multiple of the other"),
     (dict(k=K[:, :, :3], v=K[:, :, :3], causal=True), ValueError, "equally many tokens, got 4 and 3"),
-    (dict(layout=1), ValueError, "layout must be 'bhsd' or 'bshd', got 1"),
+    (dict(layout=1), TypeError, "layout must be a string, got 1"),
     (dict(attention="flash"), TypeError, "attention must be callable or None, got str"),
     (dict(attention=by_torch, plan=Plan()), ValueError, "plan is for the library's own attention"),
     (dict(k=Q[:, :3], v=Q[:, :3], plan=Plan()), ValueError, "plan"),
