@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 STRONG = ("add", "atomic", "volatile read")  # kinds of access that do not race among themselves
 READS = ("read", "volatile read")
-_BUCKETS = 32  # parts of a storage by which overlapping regions are looked for
 _KEPT = 4096  # groups kept for the next launch, which is likely to touch the same regions
 _PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
 
@@ -95,9 +94,9 @@ class Memory:
         self.world, self.name, self.space, self.tensor = world, name, space, tensor
         self.row = {"shared": SHARED, "global": GLOBAL, "tensor": GENERIC}[space]  # tensor memory has no proxies
         self.groups: dict[Region, Group] = {}
-        self._buckets: dict[int, list[Group]] = {}
-        self._bucket_bytes = 0
-        self._unplaced: list[Group] = []  # groups that are not in the buckets yet: only writes make that necessary
+        # Groups by the bits of their extent in bytes, and by their first byte without its last so many bits.
+        self._levels: dict[int, dict[int, list[Group]]] = {}
+        self._unplaced: list[Group] = []  # groups that are not in the index yet: only writes make that necessary
         self.written = False
         self.released: dict[int, Releases] = {}  # by first byte of the location
         self.locations: dict[int, Location] = {}  # words that strong operations have written, by first byte
@@ -111,7 +110,7 @@ class Memory:
         """Everything so far happens before everything to come."""
         if len(self.groups) > _KEPT:
             self.groups.clear()
-            self._buckets.clear()
+            self._levels.clear()
             self._unplaced.clear()
         for group in self.groups.values():
             group.reads.clear()
@@ -139,27 +138,29 @@ class Memory:
         return group
 
     def _place(self) -> None:
-        """Put new groups into their buckets and into the lists of their neighbours."""
-        if not self._bucket_bytes:
-            self._bucket_bytes = max(self.tensor.untyped_storage().nbytes() // _BUCKETS, 64)
+        """Put new groups into the index and into the lists of their neighbours."""
         for group in self._unplaced:
             region = group.region
             for other in self._neighbours(region):
                 if other.near is not None and region.overlaps(other.region):
                     other.near.append((group, other.region.covers(region)))
-            for bucket in self._span(region):
-                self._buckets.setdefault(bucket, []).append(group)
+            level = (region.hi - region.lo).bit_length()
+            self._levels.setdefault(level, {}).setdefault(region.lo >> level, []).append(group)
         self._unplaced.clear()
 
-    def _span(self, region: Region) -> range:
-        return range(region.lo // self._bucket_bytes, (region.hi - 1) // self._bucket_bytes + 1)
-
-    def _neighbours(self, region: Region):
+    def _neighbours(self, region: Region) -> Iterator[Group]:
         """Groups that may overlap a region."""
-        span = self._span(region)
-        if len(span) == 1:
-            return self._buckets.get(span[0], ())
-        return {group: None for bucket in span for group in self._buckets.get(bucket, ())}
+        lo, last = region.lo, region.hi - 1
+        for level, cells in self._levels.items():
+            # What begins in a cell ends in the next one at the latest.
+            first, past = (lo >> level) - 1, (last >> level) + 1
+            if past - first < len(cells):
+                for cell in range(first, past):
+                    yield from cells.get(cell, ())
+            else:
+                for cell, groups in cells.items():
+                    if first <= cell < past:
+                        yield from groups
 
     def _near(self, group: Group) -> list[tuple[Group, bool]]:
         region = group.region

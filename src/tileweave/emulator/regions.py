@@ -42,12 +42,21 @@ class Region:
         (r0, c0), (r1, c1) = divmod(self.lo, pitch), divmod(other.lo, pitch)
         return (r0, c0, r1, c1) if c0 + self.run <= pitch and c1 + other.run <= pitch else None
 
+    def _reaches(self, lo: int, hi: int) -> bool:
+        """Whether one of several runs shares a byte with an interval that begins below the last one's end."""
+        row = max((lo - self.lo - self.run) // self.pitch + 1, 0)  # the first that ends behind `lo`
+        return self.lo + row * self.pitch < hi
+
     def overlaps(self, other: Region) -> bool:
         """Whether they share a byte."""
         if self.lo >= other.hi or other.lo >= self.hi:
             return False
-        if self is other or self.rows == 1 == other.rows:
+        if self is other:
             return True
+        if self.rows == 1 and other.rows:
+            return other.rows == 1 or other._reaches(self.lo, self.hi)
+        if other.rows == 1 and self.rows:
+            return self._reaches(other.lo, other.hi)
         place = self._columns(other)
         if place:
             r0, c0, r1, c1 = place
@@ -72,6 +81,15 @@ class Region:
         (starts, ends), (others, other_ends) = self.intervals, other.intervals
         i = np.searchsorted(starts, others, "right") - 1
         return bool(((i >= 0) & (ends[i] >= other_ends)).all())
+
+    def moved(self, by: int) -> Region:
+        """The same bytes so many bytes further on."""
+        if self.lo >= self.hi:
+            return self
+        if self.rows:
+            return box(self.lo + by, self.pitch, self.rows, self.run)
+        starts, ends = self.intervals
+        return _listed((starts + by).tobytes(), (ends + by).tobytes())
 
     def contains(self, byte: int) -> bool:
         """Whether one byte is in it."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from greenlet import getcurrent
 
@@ -133,6 +135,25 @@ class View:
         return found
 
 
+class _Meant(NamedTuple):
+    """What a tile of pointers means, relative to its first one. `threads` tells from each other tiles of which threads
+    have different elements (None: several threads have one), `all` whether the mask leaves out none."""
+
+    region: Region
+    threads: int | None
+    all: bool
+
+
+@lru_cache(1024)
+def _meant(offsets: bytes, shape: tuple[int, ...], keep: bytes | None, size: int) -> _Meant:
+    offset = used = np.frombuffer(offsets, np.int64)
+    if keep is not None:
+        used = offset[np.frombuffer(keep, bool)]
+    region = scattered(used, size)
+    single = region.nbytes == len(used) * size
+    return _Meant(region, hash((shape, size, offsets)) if single else None, len(used) == len(offset))
+
+
 @dataclass(frozen=True)
 class PointerType:
     """The type of a pointer."""
@@ -201,13 +222,15 @@ class Pointer:
             return offset, keep, strided(int(self.offset), (), (), size), None
         offset = self.offset
         keep = None if mask is None else torch.as_tensor(raw(mask)).expand(offset.shape)
-        used = (offset if keep is None else offset[keep]).reshape(-1).numpy()
-        if len(used):
-            self._check_bounds(int(used.min()), int(used.max()), what)
-        region = scattered(used, size)
-        if region.nbytes != len(used) * size:
-            return offset, keep, region, None
-        return offset, keep, region, hash((tuple(offset.shape), size, offset.numpy().tobytes()))
+        elements = offset.numpy()
+        first = int(elements.flat[0]) if elements.size else 0
+        kept = None if keep is None else keep.numpy().tobytes()
+        meant = _meant((elements - first).tobytes(), elements.shape, kept, size)
+        region = meant.region.moved(first * size)
+        if region is not EMPTY:
+            self._check_bounds(region.lo // size, region.hi // size - 1, what)
+        pattern = None if meant.threads is None else hash((first, meant.threads))
+        return offset, None if meant.all else keep, region, pattern
 
     def _check_bounds(self, low: int, high: int, what: str) -> None:
         n = self.flat.numel()

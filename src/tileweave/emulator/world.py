@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -125,6 +126,8 @@ class World:
         for host in self.hosts:
             cta = CTA(self, host.rank, None, HOST_LAUNCH, past, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
+        # A run makes garbage in cycles. To look for it among all that the process held before takes as long as the run.
+        gc.freeze()
         try:
             # Ranks may run in inference mode: what they made there can be written only in it. Tiles are on the CPU;
             # to say so where the default device is the CPU anyway would slow them down.
@@ -144,6 +147,7 @@ class World:
                     part.throw()
             self._reset()
             self.hub = None
+            gc.unfreeze()
 
     def launch(
         self,
