@@ -1,6 +1,8 @@
 """Imports point downwards only: what each room of the library may import of the others, read from its source."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,9 @@ def test_what_an_import_names():
         FACE,
         FACE,
     ]
+
+
+def test_an_import_prints_nothing():
+    """Not at the end of the process either, when Triton's binding tells of its objects that somebody still holds."""
+    done = subprocess.run([sys.executable, "-c", "import tileweave"], cwd=SOURCE.parent, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -6,8 +6,8 @@ commit is that side: so these words have theirs with them.
 
 from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as _gl
+from triton.experimental.gluon.language import _semantic as _gluon_semantic
 from triton.experimental.gluon.language._core import builtin as _builtin
-from triton.experimental.gluon.language._semantic import _compute_tmem_reg_layout
 from triton.experimental.gluon.language.nvidia import blackwell as _bw
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
@@ -30,7 +30,9 @@ def tensor_memory_registers(rows, columns, warps):
     shape, layout = [rows, columns], TensorMemoryLayout([rows, columns], 1)
     between = [] if hasattr(_bw, "get_tmem_reg_layout") else [shape]  # 3.9 also asks what was allocated, 3.6 for a CGA
     beyond = [[]] if not between else []
-    return _compute_tmem_reg_layout(_gl.float32, shape, *between, layout, warps, "32x32b", *beyond)
+    # By its module: a name of ours for a function of the binding would outlive it, which it reports when Python ends.
+    compute = _gluon_semantic._compute_tmem_reg_layout
+    return compute(_gl.float32, shape, *between, layout, warps, "32x32b", *beyond)
 
 
 @_builtin

@@ -293,7 +293,10 @@ def test_wrong_input_raises_on_every_rank_before_anything_is_launched(change, er
 
 def test_ranks_that_differ_are_told():
     a, b, _ = operands(2, 24, [16, 24], 8, seed=1)
-    with tw.virtual_world(2, device="cpu") as w, pytest.raises(RuntimeError, match=r"ns is \(16,\) on rank 0, \(24,\) on rank 1"):
+    with (
+        tw.virtual_world(2, device="cpu") as w,
+        pytest.raises(RuntimeError, match=r"ns is \(16,\) on rank 0, \(24,\) on rank 1"),
+    ):
         w.run(lambda rank, group: tw.all_gather_matmul(a[rank], b[rank][rank], group))
 
 

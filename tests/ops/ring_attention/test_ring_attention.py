@@ -126,5 +126,8 @@ def test_ranks_that_disagree_are_told():
     def rank_program(rank, group):
         tw.ring_attention(Q, K, K, group, causal=rank == 0)
 
-    with tw.virtual_world(2, device="cpu") as w, pytest.raises(RuntimeError, match="causal is True on rank 0, False on rank 1"):
+    with (
+        tw.virtual_world(2, device="cpu") as w,
+        pytest.raises(RuntimeError, match="causal is True on rank 0, False on rank 1"),
+    ):
         w.run(rank_program)
