@@ -123,9 +123,15 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if call.rows == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     made = plan or plan_for(problem)
-    if plan is None and (why := plainer(site, made, lambda: plain(problem))):
+    if plan is None and plain_alike(call, site.world) and (why := plainer(site, made, lambda: plain(problem))):
         return fallback(NAME, why, "torch.matmul, then the group's reduce-scatter", backend=site.backend)
     return Route(NAME, site.backend, True, made.reason, made)
+
+
+def plain_alike(call: Call, world: int) -> bool:
+    """Whether the plain way gives what the call asks for, at the speed that is predicted for it: NCCL's order of a sum
+    is its own, and torch multiplies float8 with scales, or into float32, in float32."""
+    return call.dtype in DTYPES and call.out_dtype == call.dtype and (world == 2 or not call.deterministic)
 
 
 def problem_of(site: Site, call: Call) -> Problem:
