@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,3 +114,11 @@ def test_errors_are_relative_and_the_worst_counts():
     assert stress._error((truths[0] * 1.5, truths[1]), truths) == 0.5
     assert stress._error((truths[0], truths[1] + 1), truths) == 3**0.5
     assert stress._error((truths[0], torch.zeros(2)), truths) == float("inf")
+
+
+def test_the_page_says_what_the_driver_wrote():
+    docs = Path(__file__).parents[2] / "docs"
+    told = json.loads((docs / "figures/stress_emulated.json").read_text())
+    cells = [f"emulated, {told['device']}", round(told["seconds"]), told["rounds"], f"{told['calls']:,}"]
+    cells += [sum(told["faults"].values()), len(told["untold"]), len(told["wrong"]), told["hangs"]]
+    assert f"| {' | '.join(map(str, cells))} |\n" in (docs / "reliability.md").read_text()
