@@ -1,11 +1,15 @@
 """The plain way, where it is predicted faster, is taken by calls only to which it gives what they ask for."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from tileweave.ops.all_gather_matmul import check as gathering
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce import check as reducing
+from tileweave.ops.matmul_all_reduce import launch
 from tileweave.ops.matmul_reduce_scatter import check as scattering
 
 FP8 = torch.float8_e4m3fn
@@ -14,8 +18,14 @@ CUDA = torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def predicted_faster(monkeypatch):
-    for module in (gathering, reducing, scattering):
+    """Nothing that is decided so is remembered for other tests."""
+    modules = gathering, reducing, scattering
+    for module in modules:
+        module.settle.cache_clear()
         monkeypatch.setattr(module, "plainer", lambda site, plan, plain: "it is predicted faster")
+    yield
+    for module in modules:
+        module.settle.cache_clear()
 
 
 def site(world):
@@ -63,3 +73,33 @@ def test_matmul_all_reduce(extras, deterministic, plain):
     options = reducing.Options(deterministic, 1e-6, 0)
     _, route = reducing.settle(site(4), like(64, 64), like(64, 64), None, residual, norm, options, None)
     assert route.fused != plain
+
+
+def routes(max_sms=0, plans=(None, None, None)):
+    """Of a call of each of the three ops."""
+    x = like(64, 64)
+    options = reducing.Options(False, 1e-6, max_sms)
+    return [
+        scattering.settle(site(4), x, x, "sum", None, False, None, plans[0], max_sms)[1],
+        gathering.settle(site(4), x, (x,), (), False, plans[1], max_sms)[1],
+        reducing.settle(site(4), x, x, None, None, None, options, plans[2])[1],
+    ]
+
+
+def test_a_call_with_max_sms_or_a_plan_gets_the_kernel():
+    """Neither torch nor NCCL leaves SMs to others."""
+    assert not any(route.fused for route in routes())
+    limited = routes(max_sms=100)
+    assert all(route.fused for route in limited)
+    assert all(route.fused for route in routes(plans=[replace(route.plan) for route in limited]))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_matmul_all_reduce_sums_by_the_groups_own_all_reduce_unless_in_a_fixed_order(deterministic, monkeypatch):
+    """A stand-in for a group of two with NCCL; our all-reduce is one that adds nothing."""
+    monkeypatch.setattr(launch, "run_collective", lambda fabric, name, x, *options: x)
+    fabric = SimpleNamespace(nccl=True, world_size=2, all_reduce=lambda x: 2 * x)
+    a = torch.eye(8, dtype=torch.bfloat16)
+    call = reducing.Call(a.dtype, 8, 8, 8, False, False, False, reducing.Options(deterministic, 1e-6, 0))
+    (out,) = launch.unfused(fabric, call, a, a, launch.Extras(None, None, None))
+    assert torch.equal(out, a if deterministic else 2 * a)

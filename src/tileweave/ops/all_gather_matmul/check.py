@@ -155,8 +155,8 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if refusal:
         return fallback(NAME, refusal, "the group's all-gather, then torch.matmul", plan)
     made = plan or plan_for(problem)
-    # torch multiplies float8 with scales in float32, which is not what is predicted of it.
-    if plan is None and not call.scaled and (why := plainer(site, made, lambda: plain(problem))):
+    # torch multiplies float8 with scales in float32, which is not what is predicted of it, and leaves no SMs to others.
+    if plan is None and not (call.scaled or call.max_sms) and (why := plainer(site, made, lambda: plain(problem))):
         return fallback(NAME, why, "the group's all-gather, then torch.matmul", backend=site.backend)
     return Route(NAME, site.backend, True, made.reason, made)
 

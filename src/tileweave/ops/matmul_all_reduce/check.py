@@ -115,8 +115,9 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     if call.m == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     made = plan or plan_for(problem)
-    # What is predicted of the plain way has neither a fixed order nor kernels of its own for the residual and the norm.
-    ordinary = not (call.options.deterministic or call.residual or call.norm)
+    # What is predicted of the plain way has neither a fixed order nor kernels of its own for the residual and the norm,
+    # and leaves no SMs to others.
+    ordinary = not (call.options.deterministic or call.options.max_sms or call.residual or call.norm)
     if plan is None and ordinary and (why := plainer(site, made, lambda: plain(problem))):
         return fallback(NAME, why, "torch.matmul, then the group's all-reduce", backend=site.backend)
     return Route(NAME, site.backend, True, made.reason, made)

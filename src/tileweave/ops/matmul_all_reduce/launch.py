@@ -43,7 +43,10 @@ class Extras(NamedTuple):
 
 def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
     """The fallback: the whole product, then the group's all-reduce, then the rest by PyTorch."""
-    return finished(fabric, call, torch.matmul(a, b), extras)
+    product = torch.matmul(a, b)
+    if fabric.nccl and not call.options.deterministic:  # as the planner predicts it, where it prefers this way
+        return with_extras(call, fabric.all_reduce(product), extras)
+    return finished(fabric, call, product, extras)
 
 
 def finished(fabric: Fabric, call: Call, product: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
@@ -51,9 +54,13 @@ def finished(fabric: Fabric, call: Call, product: torch.Tensor, extras: Extras) 
     if fabric.world_size > 1 and product.numel():
         deterministic = call.options.deterministic
         product = run_collective(fabric, "all_reduce", product, "sum", deterministic)
-    total = product
+    return with_extras(call, product, extras)
+
+
+def with_extras(call: Call, total: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
+    """The results of a call whose sum over ranks is there, by PyTorch. Added in float32, rounded once."""
     if call.bias or call.residual:
-        wide = product.float()
+        wide = total.float()
         for extra in (extras.bias, extras.residual):
             wide = wide if extra is None else wide + extra
         total = wide.to(call.dtype)

@@ -130,8 +130,9 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
 
 def plain_alike(call: Call, world: int) -> bool:
     """Whether the plain way gives what the call asks for, at the speed that is predicted for it: NCCL's order of a sum
-    is its own, and torch multiplies float8 with scales, or into float32, in float32."""
-    return call.dtype in DTYPES and call.out_dtype == call.dtype and (world == 2 or not call.deterministic)
+    is its own, torch multiplies float8 with scales, or into float32, in float32, and neither leaves SMs to others."""
+    ordered = call.deterministic and world > 2
+    return call.dtype in DTYPES and call.out_dtype == call.dtype and not ordered and not call.max_sms
 
 
 def problem_of(site: Site, call: Call) -> Problem:
