@@ -128,6 +128,15 @@ def test_ranks_of_one_process_are_compared_without_debug_mode(situation, monkeyp
         world.run(lambda rank, group: tw.matmul_reduce_scatter(a[rank], b[rank], group))  # and can go on
 
 
+def test_plans_that_say_other_reasons_agree(monkeypatch):
+    """And predictions: what the ranks must agree on is how the kernel runs."""
+    monkeypatch.delenv("TILEWEAVE_DEBUG", raising=False)
+    a, b, _ = operands(WORLD, M, N, K, 0)
+    plans = [tw.Plan(tile=(128, 64, 64), predicted_us=float(rank), reason=f"of {rank}") for rank in range(WORLD)]
+    with virtual_world(WORLD, "cpu") as world:
+        world.run(lambda rank, group: tw.matmul_reduce_scatter(a[rank], b[rank], group, plan=plans[rank]))
+
+
 def test_calls_that_all_ranks_have_made_are_forgotten(monkeypatch):
     monkeypatch.setattr(world_module, "CALLS", 4)
     with virtual_world(2, "cpu") as world:
