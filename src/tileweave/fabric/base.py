@@ -178,7 +178,8 @@ class Fabric(ABC):
             check_facts(self.gather_values(facts_of(call)))
 
     def hold(self, fault: str | None) -> None:
-        """In debug mode, a meeting of all ranks; ValueError on each if one of them has found a `fault` in its data."""
+        """In debug mode, a meeting of all ranks; ValueError on each if one of them has found a `fault` in its data.
+        Not while capturing: to look at data the host waits for the GPU."""
         if self.debug:
             faults = self.gather_values(fault)
             if any(faults):

@@ -355,10 +355,6 @@ class ProcessFabric(DistributedFabric):
         if not torch.cuda.is_current_stream_capturing():  # a group's collectives may wait for the GPU
             super().agree(call)
 
-    def hold(self, fault: str | None) -> None:
-        if not torch.cuda.is_current_stream_capturing():
-            super().hold(fault)
-
     def gather_values(self, value: Any) -> list[Any]:
         with torch.cuda.device(self.device):
             return super().gather_values(value)

@@ -111,7 +111,10 @@ def test_gradients(capacity):
             assert (g.float() - true).norm() <= 0.03 * true.norm() + 1e-6
 
 
-def test_replays_with_new_routing():
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_replays_with_new_routing(debug, monkeypatch):
+    """Also in debug mode, which looks at choices only where the host may wait for them."""
+    monkeypatch.setenv("TILEWEAVE_DEBUG", debug)
     problems = [
         problem([96, 80], 9, 3, 136, 72, seed=i, routing=r, device="cuda")
         for i, r in enumerate(("random", "same", "skewed", "empty"))
