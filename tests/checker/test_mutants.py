@@ -90,6 +90,14 @@ def test_no_survivor_of_a_full_run_is_unexplained(figures):
     assert sum(m["after"] <= 5 for m in caught) >= 0.95 * len(caught)
 
 
+def test_a_reason_is_of_survivors_only():
+    """One that also covers what is caught would hide it if it were no longer caught; one of nothing has outlived it."""
+    judged = [(figures["op"], one) for figures in FIGURES for one in figures["mutants"]]
+    assert not [one["key"] for op, one in judged if one["caught"] and tables.reason(op, one["key"])]
+    given = {tables.reason(op, one["key"]) for op, one in judged if not one["caught"]}
+    assert given == set(json.loads(Path(tables.__file__).with_name("harmless.json").read_text()).values())
+
+
 def test_the_page_is_made_from_the_figures():
     page = DOCS / "mutants.md"
     assert tables.page(page.read_text(), DOCS) == page.read_text(), (
