@@ -159,11 +159,13 @@ def test_curves(tmp_path):
     [
         (["--seconds", "1"], "--seconds must be from 5 to 3600, got 1"),
         (["--ranks", "1"], "--ranks must be from 2, since a copy has two ends, got 1"),
+        (["--json", "absent/a.json"], "--json absent/a.json: there is no folder absent"),
+        (["--png", "absent/a.png"], "--png absent/a.png: there is no folder absent"),
     ],
 )
 def test_what_is_refused(arguments, message, capsys):
     assert main(["probe", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in "".join(capsys.readouterr())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

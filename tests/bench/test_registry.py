@@ -1,11 +1,12 @@
 """The registry of measurements: shapes that can be measured, and what rows of times mean."""
 
 import csv
+import json
 
 import pytest
 
 from tileweave.bench.figures import csv_text, draw, figures_of, limit_us, times_us
-from tileweave.bench.harness import WHERE, Bench, Work
+from tileweave.bench.harness import WHERE, Bench, Work, main
 from tileweave.bench.registry import chosen, registered
 from tileweave.planner import H200
 
@@ -77,6 +78,41 @@ def test_as_a_table_and_as_pictures(tmp_path):
     assert text.count("\n") == 4
     pytest.importorskip("matplotlib")
     assert [file.stat().st_size > 1000 for file in draw(found, tmp_path / "plots")] == [True]
+
+
+@pytest.mark.parametrize(
+    "arguments, rank, message",
+    [
+        ([], "0", "this is measured on one GPU, not under torchrun"),
+        (["--only", "nothing"], None, "no shape's name contains what --only says: 'nothing'"),
+        (["--json", "absent/a.json"], None, "--json absent/a.json: there is no folder absent"),
+        (["all_reduce"], None, "unknown OP all_reduce: expected some of matmul"),
+    ],
+)
+def test_a_command_that_would_measure_nothing_says_so(arguments, rank, message, monkeypatch, capsys):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr("sys.argv", ["matmul", *arguments])
+    with pytest.raises(SystemExit):
+        main("", [bench_of("matmul", "one")])
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_asked_for_is_measured_and_written(monkeypatch, capsys, tmp_path):
+    shapes = [dict(n=n) for n in (1, 2, 3)]
+    bench = Bench(
+        "an op", "one", shapes, lambda n, rounds, more: "too large" if n == 3 else {"n": n, "us": rounds, "more": more},
+        lambda shape: f"n={shape['n']}", lambda row: f"{row['us']} us", lambda shape, world: Work(1.0), rounds=7,
+    )  # fmt: skip
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("tileweave.bench.harness.machine", lambda: {})
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1, 1))
+    path = tmp_path / "rows.json"
+    monkeypatch.setattr("sys.argv", ["an op", "--only", "n=2", "n=3", "--json", str(path), "--more", "x"])
+    main("", [bench], {"--more": {}})
+    assert capsys.readouterr().out == "an op n=2: 7 us\nan op n=3: too large\n"
+    assert json.loads(path.read_text()) == {"machine": {}, "rows": [{"n": 2, "us": 7, "more": "x"}]}
 
 
 def test_an_unknown_op():

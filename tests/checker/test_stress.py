@@ -27,7 +27,8 @@ def test_a_minute_of_random_calls_in_the_emulator(tmp_path):
 def test_half_a_minute_on_virtual_ranks(tmp_path):
     path = tmp_path / "stress.json"
     assert stress.main(["--seconds", "30", "--world", "virtual", "--json", str(path)]) == 0
-    assert json.loads(path.read_text())["calls"] > 100
+    told = json.loads(path.read_text())
+    assert told["calls"] == sum(told["by_op"].values()) >= 10 * told["rounds"] > 0
 
 
 def test_a_seed_is_a_round():

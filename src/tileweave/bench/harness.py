@@ -105,19 +105,24 @@ def main(doc: str, benches: Sequence[Bench], options: dict[str, dict[str, Any]] 
     ops, only, rounds, path = (asked.pop(name) for name in ("ops", "only", "rounds", "json"))
     if unknown := set(ops) - set(names):
         parser.error(f"unknown OP {', '.join(sorted(unknown))}: expected some of {', '.join(names)}")
+    if path and not path.parent.is_dir():
+        parser.error(f"--json {path}: there is no folder {path.parent}")
     several = "LOCAL_RANK" in os.environ
+    here = [bench for bench in benches if (bench.where == "several") == several]
+    if not here:
+        parser.error("this is measured " + ("on one GPU, not under torchrun" if several else "under torchrun only"))
+    tasks = [(b, shape) for b in here if not ops or b.name in ops for shape in b.chosen(only=only)]
+    if not tasks:
+        parser.error("no shape's name contains what --only says: " + ", ".join(map(repr, only)))
     found: list[Row] = []
     with ranks(several) as speaks:
-        for bench in benches:
-            if (bench.where == "several") != several or (ops and bench.name not in ops):
-                continue
-            for shape in bench.chosen(only=only):
-                row = bench.row(shape, rounds or bench.rounds, **asked)
-                if isinstance(row, str):
-                    text = row
-                else:
-                    found.append(row)
-                    text = bench.told(row)
-                if speaks:
-                    print(f"{bench.name} {bench.label(shape)}: {text}", flush=True)
-                    write(path, found)
+        for bench, shape in tasks:
+            row = bench.row(shape, rounds or bench.rounds, **asked)
+            if isinstance(row, str):
+                text = row
+            else:
+                found.append(row)
+                text = bench.told(row)
+            if speaks:
+                print(f"{bench.name} {bench.label(shape)}: {text}", flush=True)
+                write(path, found)

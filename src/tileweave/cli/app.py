@@ -130,7 +130,7 @@ def probe(
     """Measure this machine's GPUs and links: a hardware profile for the planner."""
     check_environment()
     ranks = probing.choose(ranks)
-    probing.check(seconds, png, ranks)
+    probing.check(seconds, json_file, png, ranks)
     if needs_processes(ranks, "auto"):
         return start_processes(ranks, context.obj)
     profile = probing.probe_here(_console(), ranks, seconds)

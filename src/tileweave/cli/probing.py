@@ -38,12 +38,15 @@ def choose(ranks: int | None) -> int:
     return choose_ranks(ranks, "auto")
 
 
-def check(seconds: float, png: Path | None, ranks: int) -> None:
+def check(seconds: float, path: Path | None, png: Path | None, ranks: int) -> None:
     """BadUsage unless it can be measured here."""
     if not 5 <= seconds <= 3600:
         raise BadUsage(f"--seconds must be from 5 to 3600, got {seconds:g}")
     if ranks < 2:
         raise BadUsage(f"--ranks must be from 2, since a copy has two ends, got {ranks}")
+    for name, file in (("json", path), ("png", png)):
+        if file and not file.parent.is_dir():
+            raise BadUsage(f"--{name} {file}: there is no folder {file.parent}")
     if png and not find_spec("matplotlib"):
         raise BadUsage("--png needs matplotlib: pip install matplotlib")
     if refusal := cuda_refusal("cuda"):

@@ -70,7 +70,8 @@ def register_copy_kernel(
                 place = unit % SPREAD * (units // SPREAD) + unit // SPREAD
             where = place.to(gl.int64)[:, None] * VEC + element[None, :]
             keep = (unit < units)[:, None] & (element < VEC)[None, :]
-            values = gl.load(here + where, mask=keep)
+            # Not from L1, where the last copy of so few bytes may have left them: nothing in a launch empties it.
+            values = gl.load(here + where, mask=keep, cache_modifier=".cg")
             if LOOKUP:
                 begin = gl.load(offsets + (target + 0 * unit), mask=unit < units, other=0, volatile=True)
                 where += begin[:, None]

@@ -8,7 +8,7 @@ from tileweave.bench.measure import interleaved
 from tileweave.bench.probe.kernel import flag_kernel, mbarrier_kernel
 from tileweave.bench.probe.timing import Us, spread, timed
 from tileweave.bench.recording import Recorder, together
-from tileweave.fabric import Fabric
+from tileweave.fabric import Fabric, Variant
 from tileweave.fabric.virtual import VirtualFabric, VirtualWorld
 
 TURNS, LAUNCHES, ROUNDS = 1000, 200, 7
@@ -69,13 +69,12 @@ def launch_us() -> tuple[Us, Us]:
 
         def rank_program(rank, group):
             real: VirtualFabric = group.world.fabric(rank)
-            out = torch.zeros(1, dtype=torch.int32, device=real.device)
-            host = []
+            out, variant, host = torch.zeros(1, dtype=torch.int32, device=real.device), Variant(), []
             for _ in range(ROUNDS):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
                 for _ in range(LAUNCHES):
-                    real.launch(mbarrier_kernel, 1, (out, 0), num_warps=4)
+                    real.launch(mbarrier_kernel, 1, (out, 0), num_warps=4, variant=variant)
                 host.append(1e6 * (time.perf_counter() - start) / LAUNCHES)
             kept = Recorder(real, False)
             kept.launch(mbarrier_kernel, 1, (out, 0), num_warps=4)
