@@ -44,7 +44,7 @@ class Extras(NamedTuple):
 def unfused(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, extras: Extras) -> list[torch.Tensor]:
     """The fallback: the whole product, then the group's all-reduce, then the rest by PyTorch."""
     product = torch.matmul(a, b)
-    if fabric.nccl and not call.options.deterministic:  # as the planner predicts it, where it prefers this way
+    if fabric.nccl and product.numel() and not call.options.deterministic:  # as the planner predicts it
         return with_extras(call, fabric.all_reduce(product), extras)
     return finished(fabric, call, product, extras)
 
