@@ -18,7 +18,7 @@ from rich.console import Console
 from tileweave import FabricTimeout, __version__
 from tileweave.cli import check as checking
 from tileweave.cli import doctor as machine
-from tileweave.cli import planning, probing, show
+from tileweave.cli import planning, probing, show, tracing
 from tileweave.cli.environment import check_environment, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.ops import OPS
@@ -158,6 +158,29 @@ def plan(
         _print_json(decision.to_dict())
     else:
         planning.show(_console(), decision)
+    return 0
+
+
+@app.command()
+def trace(
+    context: typer.Context,
+    op: tracing.Op,
+    ranks: checking.Ranks = 4,
+    shape: checking.Shape = "",
+    out: tracing.Out = None,
+    png: tracing.Picture = None,
+    as_json: Json = False,
+) -> int:
+    """Run OP once in the emulator in the order of modelled time, and say who is busy and who waits."""
+    check_environment()
+    try:
+        traced = tracing.trace(op, ranks, shape, out, png)
+    except AssertionError as error:  # a wrong result
+        return _fail(context.obj, str(error), WRONG)
+    if as_json:
+        _print_json(traced)
+    else:
+        tracing.show(_console(), traced)
     return 0
 
 

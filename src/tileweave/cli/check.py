@@ -40,7 +40,7 @@ def run_check(
 
     Raises BadUsage for arguments that make no sense, naming what would.
     """
-    case = _case(op, ranks, shape)
+    case = case_of(op, ranks, shape)
     for name, value, least in (("schedules", schedules, 1), ("processes", processes, 1), ("seconds", seconds, 0.0)):
         if value is not None and value < least:
             raise BadUsage(f"--{name} must be at least {least}, got {value}")
@@ -78,7 +78,8 @@ def run_check(
     return report
 
 
-def _case(op: str, ranks: int, shape: str) -> Case:
+def case_of(op: str, ranks: int, shape: str) -> Case:
+    """What a command line names; BadUsage for what makes no sense."""
     if not 1 <= ranks <= MAX_RANKS:
         raise BadUsage(f"--ranks must be from 1 to {MAX_RANKS}, got {ranks}")
     try:

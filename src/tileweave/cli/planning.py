@@ -1,6 +1,5 @@
 """`tileweave plan`: what the planner would choose for a shape on a machine, why, and when what would happen."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tileweave.cli import pictures
 from tileweave.cli.problem import DTYPES, BadUsage
 from tileweave.plan import SIZES, plan
 from tileweave.planner.decision import Decision
@@ -30,10 +30,7 @@ COLORS = {"SMs": "tab:blue", "link": "tab:orange", "waits": "tab:red"}
 def decide(op: str, shape: str, gpu: str | None, ranks: int | None, dtype: str, picture: Path | None) -> Decision:
     """The planner's answer to a command line; BadUsage for one that makes no sense."""
     if picture is not None:
-        if not find_spec("matplotlib"):
-            raise BadUsage("--timeline needs matplotlib: pip install matplotlib")
-        if not picture.parent.is_dir():
-            raise BadUsage(f"--timeline {picture}: there is no folder {picture.parent}")
+        pictures.check("timeline", picture)
     if dtype not in DTYPES:
         raise BadUsage(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
@@ -82,18 +79,9 @@ def draw(decision: Decision, path: Path) -> None:
 
     figure = Figure(figsize=(14, 3), layout="constrained")
     axes = figure.subplots()
-    lanes = list(COLORS)
-    for event in decision.events:
-        place = lanes.index(event.lane)
-        axes.barh(
-            place, event.end_us - event.start_us, left=event.start_us, color=COLORS[event.lane], edgecolor="white"
-        )
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.invert_yaxis()
+    events = decision.events
+    pictures.bars(axes, list(COLORS), [(e.lane, e.start_us, e.end_us, COLORS[e.lane]) for e in events])
     axes.set_xlabel("microseconds, simulated")
     plan = decision.plan
     axes.set_title(f"{decision.op}, rank 0 of {decision.ranks} on {decision.gpu}: {plan.mechanism} {plan.schedule}")
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise BadUsage(f"--timeline {path}: cannot be written: {error}") from error
+    pictures.save(figure, "timeline", path)

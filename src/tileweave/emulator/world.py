@@ -50,8 +50,9 @@ class World:
     else can. `strategy` (search.py): who runs next, by default at random from `seed`; it serves this world only.
     `held`: tags of other agents that run when nobody else can: ("cta", rank, None) for a rank's host, ("op", kind,
     rank) for its operations of a kind, ("op", kind) for everybody's. `host_timeout`: seconds (None: no bound) for which
-    fn may run without calling the world; a rank that waits for another one by other means would never end. Raises what
-    fn raised, RaceError, DeadlockError, ProtocolError.
+    fn may run without calling the world; a rank that waits for another one by other means would never end.
+    `parallel(address)`: whether a storage has a slice for each rank, one behind the other; only the times of a
+    TimeOrder (timeline.py) depend on it. Raises what fn raised, RaceError, DeadlockError, ProtocolError.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class World:
         max_steps: int = 100_000_000,
         strategy: Strategy | None = None,
         held: Sequence[tuple] = (),
+        parallel: Callable[[int], bool] | None = None,
     ):
         if ranks < 1:
             raise ValueError(f"ranks must be at least 1, got {ranks}")
@@ -80,7 +82,7 @@ class World:
         if unknown:
             raise ValueError(f"delayed ranks {unknown}: only 0 to {ranks - 1} are legal")
         self.ranks, self.seed, self.sms, self.halt = ranks, seed, sms, halt
-        self.reduce_scope, self.max_steps = reduce_scope, max_steps
+        self.reduce_scope, self.max_steps, self.parallel = reduce_scope, max_steps, parallel
         self._choice = choice = chosen() if strategy is None else None
         if choice is not None:
             strategy, held = choice.next(self), (*held, *choice.held)

@@ -49,8 +49,9 @@ class EmulatedWorld(World):
         from tileweave import emulator
 
         self._machine = emulator.World(
-            self.size, seed=self.seed, sms=self.sms, delayed=self.delayed, host_timeout=self.timeout
-        )
+            self.size, seed=self.seed, sms=self.sms, delayed=self.delayed, host_timeout=self.timeout,
+            parallel=self.workspace.holds,
+        )  # fmt: skip
         self.seed += 1
         try:
             return self._machine.run(body)

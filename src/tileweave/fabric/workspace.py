@@ -65,6 +65,11 @@ class Workspace:
         channels = [Channel(op, flags, words, adding, staging, self.timeout_us, self.multicast) for words in state]
         self.ops[op] = Shared(flags, state, adding, staging, channels)
 
+    def holds(self, address: int) -> bool:
+        """Whether the storage at an address is memory of a channel, with a slice for each rank."""
+        parts = (t for _, s in [*self.ops.items(), *self._captured] for t in (s.flags, s.adding, s.staging))
+        return any(t.data_ptr() == address for t in parts)
+
     def timed_out(self) -> FabricTimeout | None:
         """What the kernels of some channel have recorded, if a wait has timed out. Synchronizes with the device."""
         for op, shared in [*self.ops.items(), *self._captured]:
