@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+import tileweave as tw
 from tests.fabric.kernels import meet_kernel, pass_on_kernel
 from tileweave.fabric import FabricTimeout, fabric_of, virtual_world
 from tileweave.fabric.capability import sms_per_rank
@@ -70,6 +71,27 @@ def test_the_largest_grids_are_resident_together(size):
         assert world.sms == sms_per_rank(size, world.device, None)
         outs = world.run(lambda rank, group: meet(1, group))
     assert all(out.eq(1).all() for out in outs)
+
+
+def test_local_launches_concern_no_other_rank():
+    """Each rank multiplies by groups as often and between as other calls as it likes; new variants are loaded there."""
+
+    def body(rank, group):
+        outs = []
+        for call in range(1, 5):
+            for experts in range((rank + call) % 3):
+                x, w = (
+                    torch.ones(64, 64 * call).bfloat16().cuda(),
+                    torch.ones(experts + 1, 64 * call, 72).bfloat16().cuda(),
+                )
+                ends = torch.full((experts + 1,), 64, dtype=torch.int32, device="cuda")
+                outs.append(tw.grouped_matmul(x, w, ends).eq(64 * call))
+            outs.append(meet(call, group).eq(1))
+        return outs
+
+    with virtual_world(3, "cuda", timeout=10) as world:
+        for outs in world.run(body):
+            assert all(out.all() for out in outs)
 
 
 def test_variants_that_are_new_in_mid_flight():

@@ -46,9 +46,9 @@ def named_fabric(name: str, device: torch.device) -> Fabric:
 
 def local_fabric(device: torch.device) -> Fabric:
     """The fabric for kernels that wait for no peer: that of the world whose rank this thread is, else of this process
-    alone, whatever process groups it is in."""
+    alone, whatever process groups it is in. What a rank launches there concerns no other rank."""
     group = current_group()
-    return _alone(_indexed(device)) if group is None else group.world.fabric(group.rank)
+    return _alone(_indexed(device)) if group is None else group.world.local_fabric(group.rank)
 
 
 def _fabric(group: VirtualGroup | dist.ProcessGroup | None, device: torch.device | str | None) -> Fabric:

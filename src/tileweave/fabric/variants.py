@@ -15,6 +15,7 @@ from tileweave.fabric.base import Copies, Variant
 from tileweave.lang.launches import launched_ahead
 
 _compiling = threading.Lock()  # ranks of one process want the same variants: compile each once
+_loading = threading.Lock()
 
 
 def variant_of(kernel: Any, grid: int, args: Sequence[Any], num_warps: int, variant: Variant | None) -> Any:
@@ -33,14 +34,15 @@ def load(compiled: Any, capturing: bool) -> None:
 
     RuntimeError where that would be needed while a CUDA graph is `capturing` the launch.
     """
-    if compiled.module is not None:
-        return
-    if capturing:
-        raise RuntimeError(
-            f"{compiled.name}: a kernel cannot be loaded while a CUDA graph is captured: "
-            "call the op once with these shapes before the capture (warm up)"
-        )
-    compiled._init_handles()
+    with _loading:  # another rank of this process may be half through it
+        if compiled.module is not None:
+            return
+        if capturing:
+            raise RuntimeError(
+                f"{compiled.name}: a kernel cannot be loaded while a CUDA graph is captured: "
+                "call the op once with these shapes before the capture (warm up)"
+            )
+        compiled._init_handles()
 
 
 def enqueue(compiled: Any, grid: int, args: Sequence[Any], stream: int) -> None:

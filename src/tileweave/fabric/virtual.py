@@ -5,6 +5,9 @@ a module, or allocating, may wait for the whole device, hence for a kernel that 
 to come. So a launch is a meeting: when all ranks have arrived, with all their earlier work enqueued, one thread loads
 what is not loaded yet and then enqueues the kernels of all ranks, with nothing in between. That also keeps more streams
 than the hardware has queues for (8 by default) from a kernel stuck behind one that waits for it.
+
+A kernel that waits for no peer is launched without: whatever its load waits for is complete, as no rank's kernels are
+ever on the GPU without those of all others. So ranks need not agree on such launches (`local_fabric`).
 """
 
 import threading
@@ -46,6 +49,13 @@ class VirtualWorld(World):
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
         self.beside = [torch.cuda.Stream(device) for _ in range(size)]  # for copies
         self.last: list[torch.cuda.Stream | None] = [None] * size  # where each rank's latest launch went
+        self._alone: dict[int, VirtualWorld] = {}  # of a rank alone, for its local launches
+
+    def local_fabric(self, rank: int) -> "VirtualFabric":
+        self.fabric(rank)  # raises outside of `run`
+        if rank not in self._alone:
+            self._alone[rank] = VirtualWorld(1, self.device, self.sms, self.timeout)
+        return VirtualFabric(self._alone[rank], 0)
 
     def close(self) -> None:
         """Wait for the GPU, then release the world's memory."""

@@ -111,6 +111,10 @@ class World(ABC):
             raise RuntimeError("group: this world is not running; use its groups inside world.run only")
         return self._fabrics[rank]
 
+    def local_fabric(self, rank: int) -> Fabric:
+        """A rank's fabric for kernels that wait for no peer, which it launches as it likes."""
+        return self.fabric(rank)
+
     def compare(self, rank: int, call: Hashable) -> None:
         """Hold a rank's next call in this run to that of the rank which made it first; RuntimeError if they differ."""
         with self._comparing:

@@ -31,8 +31,7 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Rows offsets[e - 1] to offsets[e] of `x` times `w[e]`, for each expert e, in one kernel.
 
-    As torch.nn.functional.grouped_mm(x, w, offs=offsets). It is local: no other rank takes part. (Ranks of one
-    `virtual_world` launch together, so each of them calls it then.)
+    As torch.nn.functional.grouped_mm(x, w, offs=offsets). It is local: no other rank takes part.
 
     Args:
         x: `[T, H]`, bfloat16 or float16, rows sorted by expert; T may be 0.
