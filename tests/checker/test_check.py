@@ -6,11 +6,13 @@ import os
 import signal
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
 from tests.checker import kernels
 from tileweave.checker import OPS, SCENARIOS, FunctionCase, OpCase, check, explore, run_trial
+from tileweave.checker.problems import PROBLEMS
 from tileweave.checker.trial import Trial, shortened
 from tileweave.checker.workers import each
 from tileweave.cli import main
@@ -41,6 +43,46 @@ def test_a_small_check_is_called_small():
     report = check(OpCase("matmul_reduce_scatter", 2, {"m": 32, "n": 64, "k": 64}, calls=1), range(1), processes=1)
     assert report.ok and any("never wrapped" in why for why in report.too_small)
     assert any("once only" in why for why in report.too_small)
+
+
+@pytest.mark.parametrize("op", ["ring_attention", "ulysses_attention"])
+@pytest.mark.parametrize("dim", [40, 128])
+def test_heads_of_any_dimension_are_checked(op, dim):
+    case = OpCase(op, 2, {"seq": 128, "heads": 2, "kv_heads": 2, "dim": dim}).fitted()
+    report = check(case, range(len(case.all_variants)), processes=1)
+    assert report.ok and not report.left_out, report.story
+    assert len(report.variants) == len(case.all_variants) == len(OpCase(op, 2).all_variants)
+
+
+@pytest.mark.parametrize("shape", [{"topk": 5, "tokens": 200}, {"tokens": 500}])
+def test_no_choice_is_dropped_however_many_there_are(shape):
+    report = check(OpCase("moe_dispatch_matmul", 2, {"hidden": 8, "inner": 8} | shape).fitted(), range(2), processes=1)
+    assert report.ok, report.story
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("ranks", [2, 3, 5, 6, 7, 12])
+def test_default_sizes_are_legal(op, ranks):
+    assert not OpCase(op, ranks).fitted().left_out or ranks == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "others"),
+    [
+        ({"heads": 6}, {"kv_heads": 2}), ({"kv_heads": 3}, {"heads": 9}), ({}, {"heads": 8, "kv_heads": 4}),
+        ({"heads": 2, "kv_heads": 1}, {}),
+    ],
+)  # fmt: skip
+def test_heads_that_are_left_out_go_with_those_given(given, others):
+    sizes = OpCase("ring_attention", 3, given).sizes
+    assert sizes.items() >= (given | others).items()
+
+
+def test_variants_that_cannot_be_are_left_out_by_name():
+    case = OpCase("ring_attention", 2, {"seq": 130}).fitted()
+    assert list(case.all_variants) == ["contiguous, causal", "all"]
+    assert set(case.left_out) == {"zigzag, causal", "zigzag, causal, two blocks"}
+    assert all("even numbers would do" in why for why in case.left_out.values())
 
 
 def test_seeds_go_through_every_order_and_scenario():
@@ -146,6 +188,49 @@ def test_the_command_on_a_function_of_ones_own(capsys):
     assert code == 1 and "A race on global memory inbox" in shown.out and "--seed 0 --schedules 1" in shown.out
     code, shown = run(capsys, f"{HERE}:told_too_early", "--schedules", "1", "--processes", "1", "--json")
     assert code == 1 and json.loads(shown.out)["finding"]["kind"] == "race"
+
+
+def test_left_out_variants_and_the_faulty_one_are_named(capsys, monkeypatch):
+    sizes = ("ring_attention", "--ranks", "2", "--shape", "seq=66,heads=1", "--processes", "1")
+    code, shown = run(capsys, *sizes, "--schedules", "1")
+    assert "left out  zigzag, causal (ring_attention: with placement='zigzag'" in shown.out
+    monkeypatch.setitem(PROBLEMS, "ring_attention", replace(PROBLEMS["ring_attention"], truth=wrong_without_a_mask))
+    code, shown = run(capsys, *sizes, "--schedules", "2")
+    assert code == 1 and "seed 1 (random order, rank 0 starts late, variant 'all')" in shown.out
+    code, shown = run(capsys, *sizes, "--schedules", "2", "--json")
+    told = json.loads(shown.out)
+    assert told["variant"] == "all" and set(told["left_out"]) == {"zigzag, causal", "zigzag, causal, two blocks"}
+
+
+def wrong_without_a_mask(operands, options):
+    """The truth of ring_attention, twice as large without a mask."""
+    results = PROBLEMS["ulysses_attention"].truth(operands, options)
+    return results if options.get("causal") else [tuple(2 * x for x in each) for each in results]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ring_attention", "--shape", "dim=4"), "no kernel would run: heads have dimension 4"),
+        (("moe_dispatch_matmul", "--shape", "hidden=7"), "no kernel would run: H = 7 is no multiple of 8"),
+        (("moe_matmul_combine", "--shape", "inner=7"), "no kernel would run: I = 7 is no multiple of 8"),
+        (("matmul_reduce_scatter", "--shape", "n=9"), "no kernel would run: N = 9 is not a multiple of 8"),
+        (("all_gather", "--ranks", "1"), "no kernel would run: the world has one rank"),
+        (("attention", "--shape", "seq=0"), "no kernel would run: no query has anything to attend to"),
+        (("moe_dispatch_matmul", "--shape", "experts=3"), "experts must be at least one for each of 4 ranks, got 3"),
+        (("moe_dispatch_matmul", "--shape", "topk=0"), "topk must be at least 1, got 0"),
+        (("ring_attention", "--shape", "heads=0"), "heads must be at least 1, got 0"),
+        (("ring_attention", "--shape", "dim=0"), "dim must be at least 1, got 0"),
+        (("ring_attention", "--shape", "heads=-4"), "sizes from 0 to 999999, got 'heads=-4'"),
+        (("ring_attention", "--shape", "heads=6,kv_heads=4"), "a multiple of those of k and v"),
+        (("ulysses_attention", "--shape", "heads=2"), "heads=2 is not divisible by the 4 ranks that share it; "),
+        (("ulysses_attention", "--shape", "kv_heads=3"), "have 3 heads in a world of 4: one must be a multiple"),
+        (("grouped_matmul", "--shape", "experts=0"), "experts must be at least 1, got 0"),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be_checked_are_bad_usage(arguments, message, capsys):
+    code, shown = run(capsys, *arguments)
+    assert code == 2 and message in shown.err and shown.out == ""
 
 
 @pytest.mark.parametrize(

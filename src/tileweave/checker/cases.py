@@ -26,9 +26,11 @@ class Case(Protocol):
     def ways(self) -> tuple[str, ...]:
         """How it can be run besides as it is written: `ways` of trial.py."""
 
-    def run(self, seed: int, way: str = "") -> str:
-        """Run once, in worlds that take their order from `seed`; returns which variant of the case this was ("": it has
-        one). AssertionError if a result is wrong."""
+    def variant(self, seed: int) -> str:
+        """Which variant of the case is this seed's turn; "": it has one."""
+
+    def run(self, seed: int, way: str = "") -> None:
+        """Run once, in worlds that take their order from `seed`. AssertionError if a result is wrong."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,13 @@ class FunctionCase:
         """As it is written."""
         return ()
 
-    def run(self, seed: int, way: str = "") -> str:
+    def variant(self, seed: int) -> str:
+        """It has one."""
+        return ""
+
+    def run(self, seed: int, way: str = "") -> None:
         """Call the function once."""
-        return call(self.function(), self.ranks, self.sms, seed)
+        call(self.function(), self.ranks, self.sms, seed)
 
 
 @dataclass(frozen=True)
@@ -93,19 +99,22 @@ class CallableCase:
         """As it is written."""
         return ()
 
-    def run(self, seed: int, way: str = "") -> str:
+    def variant(self, seed: int) -> str:
+        """It has one."""
+        return ""
+
+    def run(self, seed: int, way: str = "") -> None:
         """Call the function once."""
-        return call(self.function, self.ranks, self.sms, seed)
+        call(self.function, self.ranks, self.sms, seed)
 
 
-def call(function: Callable[..., Any], ranks: int, sms: int, seed: int) -> str:
+def call(function: Callable[..., Any], ranks: int, sms: int, seed: int) -> None:
     """Call a function of one's own, with an emulated world if it takes one."""
     if not _required(function):
         function()
-        return ""
+        return
     with tw.virtual_world(ranks, device="cpu", seed=seed, sms=sms) as world:
         function(world)
-    return ""
 
 
 def function_case(target: str, ranks: int) -> FunctionCase:

@@ -42,15 +42,11 @@ class Call:
 
     def options(self) -> Options:
         """Those of the op."""
-        sizes, options = dict(self.sizes), dict(OpCase(self.op, self.ranks).all_variants[self.variant])
+        options = dict(OpCase(self.op, self.ranks, dict(self.sizes)).all_variants[self.variant])
         plan = options.pop("plan", None)
         if plan is not None and not self.planned:  # copies within one GPU need an SM of each rank
             plan = replace(plan, comm_sms=1) if plan.mechanism == "copy_engine" else plan
-            if self.op in ("ring_attention", "ulysses_attention"):  # heads that are padded to 64 or to 128
-                plan = replace(plan, tile=(*plan.tile[:2], 64 if sizes["dim"] <= 64 else 128))
             options["plan"] = plan
-        if "capacity" in options:  # nothing is to be dropped
-            options["capacity"] = max(sizes["tokens"] * sizes["topk"], 1)
         return options
 
     def problem(self, version: int, device: torch.device) -> tuple[list[tuple], list[Results]]:

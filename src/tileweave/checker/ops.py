@@ -1,6 +1,7 @@
 """The ops as cases: calls back to back with new data, checked against float32, in every schedule and by every mechanism
 that an op has."""
 
+import warnings
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -9,10 +10,11 @@ import torch
 
 import tileweave as tw
 from tileweave import Plan
-from tileweave.checker.problems import PROBLEMS, OpProblem, Options, Results
+from tileweave.checker.problems import PROBLEMS, OpProblem, Options, Results, capacity
 from tileweave.checker.trial import REPLAY, STREAMS
 from tileweave.ops.attention import Tiling
 from tileweave.ops.matmul_reduce_scatter import relative_error
+from tileweave.planner.attention import padded_dim
 
 CALLS = 2  # the second meets what the first left in the workspace
 SMS = 4  # CTAs of a rank that are resident
@@ -37,7 +39,7 @@ _REDUCING = _plans(_TILE, _STAGES, "intra_sm", "inter_sm", "one_shot", "none")
 _GATHERING = (
     "inter_sm", "intra_sm", "one_shot", "none", "inter_sm, register", "intra_sm, register", "inter_sm, multimem",
 )  # fmt: skip
-_ATTENDING, _TWO_BLOCKS = _plans((64, 64, 64), 3, "inter_sm", "two_blocks").values()
+_ATTENDING, _TWO_BLOCKS = _plans((64, 64, 0), 3, "inter_sm", "two_blocks").values()  # of any head dimension
 _VARIANTS: dict[str, Variants] = {
     "matmul_reduce_scatter": {
         "intra_sm": _REDUCING["intra_sm"],
@@ -66,7 +68,7 @@ _VARIANTS: dict[str, Variants] = {
     "grouped_matmul": _plans((128, 128, 64), _STAGES, "intra_sm"),
     "moe_matmul_combine": _plans((128, 128, 64), _STAGES, "intra_sm, register"),
     "moe_dispatch_matmul": {
-        "capacity": {"plan": Plan("tma", "inter_sm", (64, 64, 64), _STAGES, comm_sms=2), "capacity": 800},
+        "capacity": {"plan": Plan("tma", "inter_sm", (64, 64, 64), _STAGES, comm_sms=2), "capacity": None},
         "gated": {"plan": Plan("tma", "inter_sm", (64, 128, 64), _STAGES, comm_sms=2), "gated": True},
     },
 }
@@ -78,8 +80,8 @@ class OpCase:
     k of a product, m x n of a collective's tensor, heads, kv_heads, seq and dim of attention, tokens, hidden, inner,
     experts and topk of experts); what is left out has a default, rounded up so that the ranks can share it. `variants`:
     options of the op by name, of which each schedule takes the next; by default one for every schedule and mechanism
-    that the op has, in a world of one those that the planner chooses. ValueError for an unknown op, or sizes that it
-    does not have or the ranks cannot share.
+    that the op has, in a world of one those that the planner chooses; `left_out`: those that `fitted` left out, and
+    why. ValueError for an unknown op, or sizes that it does not have or the ranks cannot share.
     """
 
     op: str
@@ -88,20 +90,12 @@ class OpCase:
     calls: int = CALLS
     sms: int = SMS
     variants: Variants = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.op not in PROBLEMS:
             raise ValueError(f"op {self.op!r} is none of those that can be checked: {', '.join(OPS)}")
-        op = PROBLEMS[self.op]
-        unknown = sorted(set(self.shape) - set(op.sizes))
-        if unknown:
-            raise ValueError(f"shape: {self.op} has sizes {', '.join(op.sizes)}, got {', '.join(unknown)}")
-        for name, size in self.shape.items():
-            if name in op.grain and size % self.ranks:
-                raise ValueError(
-                    f"shape: {name}={size} is not divisible by the {self.ranks} ranks that share it; "
-                    f"nearest legal: {size // self.ranks * self.ranks} or {-(-size // self.ranks) * self.ranks}"
-                )
+        PROBLEMS[self.op].check_sizes(self.ranks, self.shape)
 
     @property
     def name(self) -> str:
@@ -111,16 +105,15 @@ class OpCase:
     @property
     def sizes(self) -> dict[str, int]:
         """All sizes of the whole problem."""
-        op = PROBLEMS[self.op]
-        grains = {name: op.grain[name] * self.ranks if name in op.grain else 1 for name in op.sizes}
-        return {name: -(-size // grains[name]) * grains[name] for name, size in op.sizes.items()} | self.shape
+        return PROBLEMS[self.op].sizes_for(self.ranks, self.shape)
 
     @property
     def all_variants(self) -> Variants:
         """The options that schedules take in turn, by name."""
         if self.variants:
             return self.variants
-        variants = _VARIANTS.get(self.op, {"": {}})
+        sizes = self.sizes
+        variants = {name: _sized(options, sizes) for name, options in _VARIANTS.get(self.op, {"": {}}).items()}
         if self.ranks > 1:
             return variants
         planned = [{key: x for key, x in options.items() if key != "plan"} for options in variants.values()]
@@ -131,10 +124,32 @@ class OpCase:
         """A graph of one call replayed, and calls of another op between them."""
         return REPLAY, STREAMS
 
-    def run(self, seed: int, way: str = "") -> str:
+    def fitted(self) -> "OpCase":
+        """The case with those of its variants that run a kernel on its sizes. ValueError, with the reason, if none
+        does."""
+        op, variants = PROBLEMS[self.op], self.all_variants
+        x = _operands(self.op, self.ranks, tuple(self.sizes.items()), 0)[0]
+
+        def refusals(rank: int, group: Any) -> list[str | None]:
+            return [_refusal(op, x, group, options) if rank == 0 else None for options in variants.values()]
+
+        with tw.virtual_world(self.ranks, device="cpu", sms=self.sms) as world:
+            why = dict(zip(variants, world.run(refusals)[0], strict=True))
+        left_out = {name: reason for name, reason in why.items() if reason is not None}
+        if len(left_out) == len(variants):
+            raise ValueError(f"shape: {next(iter(left_out.values()))}")
+        return replace(
+            self, variants={name: variants[name] for name in variants if name not in left_out}, left_out=left_out
+        )
+
+    def variant(self, seed: int) -> str:
+        """The name of the one that is the seed's turn."""
+        names = list(self.all_variants)
+        return names[seed % len(names)]
+
+    def run(self, seed: int, way: str = "") -> None:
         """The calls once, in the variant that is the seed's turn; AssertionError if one of the results is wrong."""
-        variants = list(self.all_variants.items())
-        name, options = variants[seed % len(variants)]
+        options = self.all_variants[self.variant(seed)]
         op, sizes = PROBLEMS[self.op], tuple(self.sizes.items())
         if way == REPLAY:
             options = op.replay(self.sizes) | options
@@ -148,7 +163,6 @@ class OpCase:
             truth = _truth(self.op, self.ranks, sizes, call, asked)
             for rank, outs in enumerate(results):
                 self._compare(call, rank, outs[call], truth[rank], limit)
-        return name
 
     def _compare(self, call: int, rank: int, outs: Results, truths: Results, limit: float) -> None:
         for out, truth in zip(outs, truths, strict=True):
@@ -157,6 +171,30 @@ class OpCase:
                 raise AssertionError(
                     f"call {call} of rank {rank}: relative error {error:.1e} against float32, {limit:.1e} is tolerable"
                 )
+
+
+def _sized(options: Options, sizes: dict[str, int]) -> Options:
+    """A variant's options, those that depend on sizes filled in: a tile's head dimension, room for all rows."""
+    options = dict(options)
+    if "capacity" in options:
+        options["capacity"] = capacity(sizes)
+    if "plan" in options and not options["plan"].tile[2]:
+        tile = *options["plan"].tile[:2], padded_dim(sizes["dim"]) or 0
+        options["plan"] = replace(options["plan"], tile=tile)
+    return options
+
+
+def _refusal(op: OpProblem, x: tuple, group: Any, options: Options) -> str | None:
+    """Why a call with these options runs no kernel; None if it runs one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the plan is not used is the answer
+        try:
+            if op.route(x, group, **options).fused:
+                return None
+            options = {key: x for key, x in options.items() if key != "plan"}
+            return f"no kernel would run: {op.route(x, group, **options).reason}"
+        except (TypeError, ValueError) as error:
+            return str(error)
 
 
 def _made(x: tuple, group: Any) -> tuple:

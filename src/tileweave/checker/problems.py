@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import gcd, lcm
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tileweave.ops import attention as core
 from tileweave.ops import collectives, grouped_matmul, moe, ring_attention
 from tileweave.ops import matmul_all_reduce as all_reduce
 from tileweave.ops import matmul_reduce_scatter as scatter
+from tileweave.ops.route import Route, fallback
 
 Results = tuple[torch.Tensor, ...]
 Options = dict[str, Any]
@@ -24,8 +26,9 @@ class OpProblem:
     """What an op computes. room: its folder in ops; sizes: default sizes of the whole problem; grain: what a rank's
     share of each is a multiple of (for sizes that are shared out); operands: of each rank, from sizes, ranks and the
     number of the call; truth: of all ranks' operands, under a variant's options; tolerance: of the relative error, from
-    ranks and whether the sum has a fixed order; call: the op, of one rank's operands, in a group, with options; replay:
-    options without which a graph of a call cannot be replayed on other data, from sizes.
+    ranks and whether the sum has a fixed order; call: the op, of one rank's operands, in a group, with options; route:
+    what that call would do, raising what it would raise; replay: options without which a graph of a call cannot be
+    replayed on other data, from sizes.
     """
 
     room: str
@@ -35,7 +38,43 @@ class OpProblem:
     truth: Callable[[list[tuple], Options], list[Results]]
     tolerance: Callable[[int, bool], float]
     call: Callable[..., Results]
+    route: Callable[..., Route]
     replay: Callable[[dict[str, int]], Options] = lambda sizes: {}
+
+    def check_sizes(self, ranks: int, given: dict[str, int]) -> None:
+        """ValueError for sizes that the op does not have, or of which no operands can be made for so many ranks."""
+        unknown = sorted(set(given) - set(self.sizes))
+        if unknown:
+            raise ValueError(f"shape: there are {', '.join(self.sizes)}, got {', '.join(unknown)}")
+        for name, size in given.items():
+            if size < (least := int(name in _NEVER_ZERO)):
+                raise ValueError(f"shape: {name} must be at least {least}, got {size}")
+            # Ranks may outnumber heads of keys; how, the op says.
+            if name in self.grain and name != "kv_heads" and size % ranks:
+                below = size // ranks * ranks
+                raise ValueError(
+                    f"shape: {name}={size} is not divisible by the {ranks} ranks that share it; nearest legal: "
+                    f"{f'{below} or ' if below else ''}{below + ranks}"
+                )
+
+    def sizes_for(self, ranks: int, given: dict[str, int]) -> dict[str, int]:
+        """All sizes: those `given`, and defaults of the others that go with them and that the ranks can share."""
+        grains = {name: self.grain[name] * ranks if name in self.grain else 1 for name in self.sizes}
+        sizes = {name: _round_up(size, grains[name]) for name, size in self.sizes.items()} | given
+        if "heads" in sizes and "heads" not in given:
+            sizes["heads"] = _round_up(sizes["heads"], lcm(sizes["kv_heads"], grains["heads"]))
+        elif "heads" in given and "kv_heads" not in given:
+            sizes["kv_heads"] = gcd(sizes["heads"], sizes["kv_heads"])
+        if "experts" in sizes and "experts" not in given:
+            sizes["experts"] = max(sizes["experts"], ranks)
+        return sizes
+
+
+_NEVER_ZERO = ("heads", "kv_heads", "dim", "experts", "topk")
+
+
+def _round_up(size: int, grain: int) -> int:
+    return -(-size // grain) * grain
 
 
 def _normal(*shape: int, seed: int) -> torch.Tensor:
@@ -114,6 +153,11 @@ def _tokens(s: dict[str, int], ranks: int, call: int) -> list[tuple]:
     return found
 
 
+def capacity(s: dict[str, int]) -> int:
+    """Rows of a rank that all choices fit in."""
+    return max(s["tokens"] * s["topk"], 1)
+
+
 def _as_tuple(result: Any) -> Results:
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
@@ -121,6 +165,11 @@ def _as_tuple(result: Any) -> Results:
 def _called(function: Callable[..., Any]) -> Callable[..., Results]:
     """The call of an op that takes a rank's operands as they are."""
     return lambda x, group, **options: _as_tuple(function(*x, group, **options))
+
+
+def _explained(name: str, operands: int | None = None, **fixed: Any) -> Callable[..., Route]:
+    """The route of an op that takes a rank's operands, or the first few of them, as they are."""
+    return lambda x, group, **options: tw.explain(name, *x[:operands], group, **fixed, **options)
 
 
 def _unzipped(operands: list[tuple]) -> list[list]:
@@ -151,6 +200,7 @@ def _collective(name: str, **fixed: Any) -> dict[str, Any]:
     """The call and the truth of a collective."""
     return {
         "call": _called(partial(getattr(tw, name), **fixed)),
+        "route": _explained(name, **fixed),
         "truth": lambda operands, options: [
             (each,) for each in collectives.reference(name, _unzipped(operands)[0], **fixed)
         ],
@@ -173,6 +223,21 @@ def _attended(operands: list[tuple], options: Options) -> list[Results]:
 def _attended_alone(operands: list[tuple], options: Options) -> list[Results]:
     seen = {name: options[name] for name in ("causal", "offset") if name in options}
     return [core.reference(*each, **seen)[:1] for each in operands]
+
+
+def _attention_route(
+    x: tuple, group: Any, causal: bool = False, offset: int = 0, tiling: core.Tiling | None = None
+) -> Route:
+    fabric = fabric_of(group)
+    q, k, v = x
+    call = core.check(q, k, v, causal, offset, None, "bhsd", False)
+    if why := core.unsupported(fabric, call):
+        raise ValueError(why)
+    if tiling is not None:
+        core.check_tiling(call, tiling)
+    if call.rows * call.cols == 0:
+        return fallback("attention", "no query has anything to attend to", "nothing to launch")
+    return Route("attention", fabric.backend, True, "one kernel")
 
 
 def _multiplied(operands: list[tuple], options: Options) -> list[Results]:
@@ -239,6 +304,13 @@ def _dispatch(x: tuple, group: Any, gated: bool = False, transposed: bool = Fals
     return (tw.moe_combine(y, route, group),)
 
 
+def _dispatch_route(x: tuple, group: Any, gated: bool = False, **options: Any) -> Route:
+    tokens, index, weight, w, gate, everything, *_ = x
+    options |= {"w_gate": gate} if gated else {}
+    total = everything.shape[0]
+    return tw.explain("moe_dispatch_matmul", tokens, index, w, group, topk_weight=weight, experts=total, **options)
+
+
 def _combine(
     x: tuple, group: Any, transposed: bool = False, again: bool = False, capacity: int | None = None, **options: Any
 ) -> Results:
@@ -257,20 +329,22 @@ _SEQUENCE = {"heads": 8, "kv_heads": 4, "seq": 512, "dim": 64}
 _ALONE = {"heads": 4, "kv_heads": 2, "seq": 320, "dim": 64}
 _TOKENS = {"tokens": 400, "hidden": 136, "inner": 136, "experts": 10, "topk": 2}
 _MATRIX = {"m": 256, "n": 256}
-_ROOMY: Callable[[dict[str, int]], Options] = lambda s: {"capacity": s["tokens"] * s["topk"]}  # noqa: E731
+_ROOMY: Callable[[dict[str, int]], Options] = lambda s: {"capacity": capacity(s)}  # noqa: E731
 PROBLEMS = {
     "matmul_reduce_scatter": OpProblem(
         "matmul_reduce_scatter", {"m": 512, "n": 512, "k": 2048}, {"m": 16, "k": 64}, _split_k, _scattered,
         lambda ranks, deterministic: scatter.tolerance(torch.bfloat16, ranks, deterministic),
-        _reduce_scatter,
+        _reduce_scatter, _explained("matmul_reduce_scatter", 2),
     ),
     "all_gather_matmul": OpProblem(
         "all_gather_matmul", {"m": 512, "n": 512, "k": 512}, {"m": 16}, _split_m, _gathered,
         lambda ranks, deterministic: scatter.tolerance(torch.bfloat16, 1, True), _all_gather_matmul,
+        _explained("all_gather_matmul"),
     ),
     "matmul_all_reduce": OpProblem(
         "matmul_all_reduce", {"m": 512, "n": 512, "k": 2048}, {"k": 64}, _split_k, _reduced,
         lambda ranks, deterministic: all_reduce.tolerance(torch.bfloat16, ranks), _all_reduce,
+        _explained("matmul_all_reduce", 2),
     ),
     "all_gather": OpProblem(
         "collectives", _MATRIX, {"m": 1}, _shards, tolerance=_EXACT, **_collective("all_gather")
@@ -285,25 +359,27 @@ PROBLEMS = {
     ),
     "ring_attention": OpProblem(
         "ring_attention", _SEQUENCE, {"seq": 16}, _sequence_shards, _attended, _ATTENDED,
-        _called(tw.ring_attention),
+        _called(tw.ring_attention), _explained("ring_attention"),
     ),
     "ulysses_attention": OpProblem(
         "ulysses_attention", _SEQUENCE, {"seq": 16, "heads": 1, "kv_heads": 1}, _sequence_shards, _attended, _ATTENDED,
-        _called(tw.ulysses_attention),
+        _called(tw.ulysses_attention), _explained("ulysses_attention"),
     ),
     "attention": OpProblem(
         "attention", _ALONE, {}, _sequences, _attended_alone, _ATTENDED,
         _called(lambda q, k, v, group, **options: core.attention(fabric_of(group), q, k, v, **options)),
+        _attention_route,
     ),
     "grouped_matmul": OpProblem(
         "grouped_matmul", {"tokens": 500, "hidden": 320, "inner": 320, "experts": 5}, {}, _experts_rows, _multiplied,
         lambda ranks, deterministic: scatter.tolerance(torch.bfloat16, 1, True),
-        _grouped,
+        _grouped, lambda x, group, **options: tw.explain("grouped_matmul", *x, **options),
     ),
     "moe_dispatch_matmul": OpProblem(
-        "moe", _TOKENS, {}, _tokens, _combined, lambda ranks, deterministic: 0.02, _dispatch, _ROOMY
+        "moe", _TOKENS, {}, _tokens, _combined, lambda ranks, deterministic: 0.02, _dispatch, _dispatch_route, _ROOMY
     ),
     "moe_matmul_combine": OpProblem(
-        "moe", _TOKENS, {}, _tokens, _combined_twice, lambda ranks, deterministic: 0.02, _combine, _ROOMY
+        "moe", _TOKENS, {}, _tokens, _combined_twice, lambda ranks, deterministic: 0.02, _combine,
+        lambda x, group, **options: _dispatch_route(x, group), _ROOMY,  # what refuses the one refuses the other
     ),
 }  # fmt: skip

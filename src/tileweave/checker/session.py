@@ -26,7 +26,8 @@ class Report:
     long that took; orders, scenarios, variants: how many of each; steps: of all agents together, those of `cut` ones
     and of those that are being run included; rings, flags, flag_uses: what one schedule exercised at least (see
     emulator/coverage.py); too_small: why the case is too small to be a check, empty if it is not; finding: of schedule
-    `seed`, None if there was none.
+    `seed`, in its `scenario` and `variant`, None if there was none; left_out: variants that the case cannot have, and
+    why.
     """
 
     case: str
@@ -45,6 +46,8 @@ class Report:
     finding: Finding | None = None
     seed: int | None = None
     scenario: str = ""
+    variant: str = ""
+    left_out: dict[str, str] = field(default_factory=dict)
     complete: bool = False  # these were all orders that there are
 
     @property
@@ -77,7 +80,8 @@ class Report:
         """The finding as a story; empty if there is none."""
         if self.finding is None:
             return ""
-        return story(self.finding, f"in the schedule of seed {self.seed} ({self.scenario})")
+        variant = f", variant {self.variant!r}" if self.variant else ""
+        return story(self.finding, f"in the schedule of seed {self.seed} ({self.scenario}{variant})")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -93,7 +97,7 @@ class Report:
         _count(self.scenarios, re.sub(r"rank \d+", "a rank", outcome.scenario))
         if outcome.finding is not None:  # cut short: it has exercised less than a whole one
             if self.seed is None or outcome.seed < self.seed:
-                self.finding, self.seed = outcome.finding, outcome.seed
+                self.finding, self.seed, self.variant = outcome.finding, outcome.seed, outcome.variant
                 self.scenario = f"{outcome.order} order, {outcome.scenario}"
             return
         if outcome.variant:
@@ -125,7 +129,7 @@ def check(
     and told as a story.
     """
     seeds = list(seeds)
-    report, start = Report(case.name, case.ranks, len(seeds)), time.monotonic()
+    report, start = _report(case, len(seeds)), time.monotonic()
     end = start + seconds if seconds is not None else None
     processes = min(
         processes or min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2, 8), len(seeds)
@@ -157,7 +161,7 @@ def explore(
 
     `seed` says which variant. The report's `complete` says whether those were all.
     """
-    report, start, search = Report(case.name, case.ranks, limit), time.monotonic(), Exploration(limit)
+    report, start, search = _report(case, limit), time.monotonic(), Exploration(limit)
     end = start + seconds if seconds is not None else None
     for outcome in run_orders(case, seed, search, lambda steps: _in_time(end)):
         report.take(outcome)
@@ -169,6 +173,10 @@ def explore(
             break
     report.complete = search.complete
     return report
+
+
+def _report(case: Case, asked: int) -> Report:
+    return Report(case.name, case.ranks, asked, left_out=dict(getattr(case, "left_out", {})))
 
 
 def _count(counts: dict[str, int], name: str) -> None:

@@ -155,29 +155,30 @@ def run_orders(case: Case, seed: int, search: Exploration, watch: Watch | None =
 
 
 def _outcome(case: Case, seed: int, choice: Choice, order: str, scenario: str, way: str = "") -> Outcome:
-    variant, finding, cut = "", None, False
+    finding, cut = None, False
     try:
-        variant, finding = _run(case, seed, choice, way)
+        finding = _run(case, seed, choice, way)
     except OutOfTime:
         cut = True
     coverage = [world.coverage.told() for world in choice.worlds]
-    return Outcome(seed, order, scenario, variant, choice.steps, coverage, finding, cut)
+    return Outcome(seed, order, scenario, case.variant(seed), choice.steps, coverage, finding, cut)
 
 
-def _run(case: Case, seed: int, choice: Choice, way: str = "") -> tuple[str, Finding | None]:
+def _run(case: Case, seed: int, choice: Choice, way: str = "") -> Finding | None:
     with choosing(choice):
         try:
-            return case.run(seed, way), None
+            case.run(seed, way)
+            return None
         except OutOfTime:
             raise
         except EmulatorError as error:
             kind = next(kind for type_, kind in _KINDS.items() if isinstance(error, type_))
-            return "", Finding(kind, RuntimeError.__str__(error), error.told)
+            return Finding(kind, RuntimeError.__str__(error), error.told)
         except AssertionError as error:
             text = str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
-            return "", Finding("wrong result", text)
+            return Finding("wrong result", text)
         except Exception as error:  # of the case's own code: a schedule is no excuse for it
-            return "", Finding("error", "".join(traceback.format_exception(error)[-3:]).strip())
+            return Finding("error", "".join(traceback.format_exception(error)[-3:]).strip())
 
 
 def shortened(case: Case, seed: int, *, tries: int = 60, seconds: float = 20.0) -> Finding:
@@ -189,7 +190,7 @@ def shortened(case: Case, seed: int, *, tries: int = 60, seconds: float = 20.0) 
         recorded.append(Recorded(trial.strategy(index)))
         return recorded[-1]
 
-    _, finding = _run(case, seed, Choice(record, trial.held), trial.way)
+    finding = _run(case, seed, Choice(record, trial.held), trial.way)
     if finding is not None and not recorded:  # it does not take a world to show
         return finding
     if finding is None:
@@ -198,7 +199,7 @@ def shortened(case: Case, seed: int, *, tries: int = 60, seconds: float = 20.0) 
 
     def again(strategy: Strategy) -> Finding | None:
         choice = Choice(lambda _, index: strategy if index == last else trial.strategy(index), trial.held)
-        return _run(case, seed, choice, trial.way)[1]
+        return _run(case, seed, choice, trial.way)
 
     def fails(replay: Replay) -> bool:
         found = again(replay)

@@ -57,14 +57,15 @@ def run_check(
         return run()
     steps = TextColumn("schedules, {task.fields[steps]:,} steps")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), steps, TimeElapsedColumn()
-    screen = Console(stderr=True)
+    screen, title = Console(stderr=True), f"{case.name}, {ranks} rank{'s' * (ranks != 1)}"
     if not screen.is_terminal:  # where no bar is drawn
         screen.print(
-            f"{case.name}, {ranks} ranks: up to {schedules} schedules, for up to {seconds:g} s", soft_wrap=True
+            f"{title}: up to {schedules} schedule{'s' * (schedules != 1)}, for up to {seconds:g} s", soft_wrap=True
         )
     # A thread that draws would keep the workers from being forked: new interpreters take seconds to come up.
     with Progress(*columns, console=screen, transient=True, auto_refresh=False) as bar:
-        task, drawn = bar.add_task(f"{case.name}, {ranks} ranks", total=schedules, steps=0), 0.0
+        task, drawn = bar.add_task(title, total=schedules, steps=0), 0.0
+        bar.refresh()  # the first schedule of many ranks takes long to begin
 
         def draw(report: checker.Report) -> None:
             nonlocal drawn
@@ -84,7 +85,7 @@ def case_of(op: str, ranks: int, shape: str) -> Case:
         raise BadUsage(f"--ranks must be from 1 to {MAX_RANKS}, got {ranks}")
     try:
         if ":" not in op:
-            return checker.OpCase(op, ranks, _sizes(shape))
+            return checker.OpCase(op, ranks, _sizes(shape)).fitted()
         if shape:
             raise BadUsage("--shape belongs to an op; a function of one's own has its sizes in itself")
         return function_case(op, ranks)
@@ -135,6 +136,8 @@ def _rows(case: Case, report: checker.Report, seed: int) -> dict[str, str]:
         rows |= {"orders": _counts(report.orders), "fabric": _counts(report.scenarios)}
     if report.variants:
         rows["variants"] = _counts(report.variants)
+    if report.left_out:
+        rows["left out"] = "; ".join(f"{name} ({why})" for name, why in report.left_out.items())
     sizes: dict[str, Any] = getattr(case, "sizes", {})
     if sizes:
         problem = " ".join(f"{name}={size}" for name, size in sizes.items())
