@@ -4,7 +4,7 @@
 #   make test    the test suite            ARGS="-k name" passes arguments on
 #   make lint    ruff and mypy
 #   make docs    checks the documentation: links, Python blocks, printed output
-#   make bench   how long the emulator takes for a schedule; with a GPU, the op beside its rivals
+#   make bench   how long the emulator takes for a schedule; with a GPU, ops beside their rivals   ARGS=--quick
 #   make clean   removes everything that make made
 
 # Pytest workers; the suite is written for two.
@@ -42,7 +42,7 @@ docs: .venv/.dev-ready
 bench: .venv/.dev-ready
 	$(BIN)/python -m tileweave.bench.emulator
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		$(BIN)/python -m tileweave.bench.matmul_reduce_scatter $(ARGS); fi
+		$(BIN)/tileweave bench $(ARGS); fi
 
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -79,7 +79,7 @@ def plan(
         raise ValueError(f"plan: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
     if group is not None and ranks is not None:
         raise ValueError(f"plan: ranks={ranks} goes without a group, which has its own")
-    hardware = profile(_here() if gpu is None else gpu)
+    hardware = profile(here() if gpu is None else gpu)
     site = _site(group, hardware, ranks)
     for name in SHARED[op]:
         if sizes[name] % site.world:
@@ -115,8 +115,8 @@ def _sizes(op: str, shape: Mapping[str, int]) -> dict[str, int]:
     return sizes | ({"kv_heads": sizes["heads"]} if "heads" in shape and "kv_heads" not in shape else {})
 
 
-def _here() -> str:
-    """The profile of this machine's first GPU; that of an H200 where it is no other that ships."""
+def here() -> str:
+    """The name of the profile of this machine's first GPU; that of an H200 where it is no other that ships."""
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
     return next((each for each in reversed(SHIPPED) if each.split("-")[0] in name), "h200")
 

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
-from tileweave.bench.figures import csv_text, draw, figures_of, limit_us, times_us
+from tileweave.bench.draw import draw
+from tileweave.bench.figures import csv_text, figures_of, left_out, limit_us, times_us
 from tileweave.bench.harness import WHERE, Bench, Work, main
+from tileweave.bench.published import PUBLISHED, published
 from tileweave.bench.registry import chosen, registered
 from tileweave.planner import H200
 
@@ -70,14 +72,72 @@ def test_the_link_may_be_the_limit():
     assert times_us({"ms": {"fused": [1.0, 0.5, 2.0]}}) == {"fused": [1000.0, 500.0, 2000.0]}
 
 
-def test_as_a_table_and_as_pictures(tmp_path):
+def test_who_leads_by_how_much():
+    """Losses like wins; what transfers nothing is no rival, nor is cuBLAS within virtual ranks."""
+    bench, within = bench_of("matmul_reduce_scatter"), bench_of("matmul_reduce_scatter", "virtual")
+    times = {"tileweave": [200.0, 190.0, 230.0], "nccl": [150.0, 140.0, 160.0], "matmul": [90.0, 80.0, 95.0]}
+    found = {
+        e.contender: e for e in figures_of(bench, bench.shapes[0], {"us": times | {"async-tp": [300.0] * 3}}, H200, 2)
+    }
+    assert (found["tileweave"].vs_best_rival, found["tileweave"].best_rival) == (0.75, "nccl")
+    assert {found[name].vs_best_rival for name in ("nccl", "async-tp", "matmul")} == {None}
+    times = {"fused": [90.0] * 3, "local": [80.0] * 3, "cublas": [60.0] * 3}
+    fused, *_ = (e for e in figures_of(within, within.shapes[0], {"us": times}, H200, 1) if e.contender == "fused")
+    assert fused.vs_best_rival is None and fused.exposed_percent == pytest.approx(100 / 3)
+
+
+def test_what_is_to_be_known_of_a_time():
+    bench = bench_of("matmul_reduce_scatter")
+    row = {
+        "us": TIMES, "graph": {"tileweave": True, "nccl": False}, "route": {"fused": False, "reason": "too few rows"},
+        "rel_error": {"tileweave": 1e-3, "async-tp": "does not run: no symmetric memory"},
+    }  # fmt: skip
+    notes = {each.contender: each.note for each in figures_of(bench, bench.shapes[0], row, H200, 2)}
+    assert notes == {
+        "tileweave": "the plain way, no kernel of ours: too few rows", "nccl": "called eagerly", "matmul": ""
+    }  # fmt: skip
+    assert left_out(row) == {"async-tp": "does not run: no symmetric memory"}
+    assert left_out("needs 200 GB, 140 are free") == {"": "needs 200 GB, 140 are free"}
+    row["route"]["fused"] = True
+    assert {each.note for each in figures_of(bench, bench.shapes[0], row, H200, 2)} == {"called eagerly", ""}
+
+
+def test_as_a_table():
     bench = bench_of("all_gather", "virtual")
-    found = figures_of(bench, bench.shapes[0], {"us": TIMES}, H200, 2)
-    (line, *_), text = list(csv.DictReader(csv_text(found).splitlines())), csv_text(found)
-    assert line["contender"] == "matmul" and float(line["us"]) == 100.0 and line["tflops"] == ""
+    text = csv_text(figures_of(bench, bench.shapes[0], {"us": TIMES}, H200, 2), {"gpu": "a GPU, large"})
+    line, *_ = csv.DictReader(text.splitlines())
+    assert (line["contender"], float(line["us"]), line["tflops"]) == ("matmul", 100.0, "")
+    assert (line["source"], line["gpu"]) == ("measured", "a GPU, large")
     assert text.count("\n") == 4
+
+
+@pytest.mark.parametrize("name, where", [("all_gather", "virtual"), ("all_gather", "several"), ("matmul", "one")])
+def test_as_a_picture(name, where, tmp_path):
     pytest.importorskip("matplotlib")
-    assert [file.stat().st_size > 1000 for file in draw(found, tmp_path / "plots")] == [True]
+    bench, path = bench_of(name, where), tmp_path / "bars.png"
+    shapes = bench.shapes[:9]  # more than a row of the picture holds
+    draw([each for shape in shapes for each in figures_of(bench, shape, {"us": TIMES}, H200, 2)], path)
+    assert path.stat().st_size > 10000
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention"])
+def test_published_figures_say_where(op):
+    found = published([op])
+    assert found and {each.op for each in found} == {op}
+    for each in found:
+        assert each.source != "measured" and each.where.startswith("8 H")
+        assert each.us_low is None and each.of_limit is None and each.exposed_percent is None
+        assert (each.us is None) == ("times as fast" in each.note)
+    rates = [each.tflops for each in found if each.tflops]
+    assert all(10 < rate < 800 for rate in rates)  # of a GPU: what a Hopper can do
+
+
+def test_published_figures_of_some_shapes_and_of_what_is_not_here(monkeypatch):
+    found = published(["matmul_reduce_scatter"], ["M=2048 N=4096"])
+    assert [each.us for each in found if each.us] == pytest.approx([423, 755])
+    monkeypatch.setattr("tileweave.bench.published.versions", lambda: {"flux": "1.1"})
+    assert "flux" in {each.contender for each in PUBLISHED}
+    assert "flux" not in {each.contender for each in published(["all_gather_matmul"])}
 
 
 @pytest.mark.parametrize(
@@ -116,6 +176,9 @@ def test_what_is_asked_for_is_measured_and_written(monkeypatch, capsys, tmp_path
 
 
 def test_an_unknown_op():
-    with pytest.raises(ValueError, match="OP 'moe_dispatch_matmul' is not measured here; there are: "):
-        chosen(True, ["moe_dispatch_matmul"])
+    with pytest.raises(ValueError, match="OP 'matmul' is measured on one GPU only; there are here: "):
+        chosen(True, ["matmul"])
+    with pytest.raises(ValueError, match="OP 'gemm' is not measured; there are: matmul, "):
+        chosen(None, ["gemm"])
     assert all(isinstance(bench, Bench) for bench in chosen(False, ["moe_dispatch_matmul"]))
+    assert len(chosen(None, [])) == len(chosen(True, [])) + len(chosen(False, []))

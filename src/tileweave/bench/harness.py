@@ -31,7 +31,7 @@ class Work:
     link_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bench:
     """How an op is measured.
 
@@ -75,7 +75,7 @@ def ranks(several: bool) -> Iterator[bool]:
     if not several:
         yield True
         return
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     try:

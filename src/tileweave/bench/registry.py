@@ -1,5 +1,6 @@
 """All measurements of ops, by where they run."""
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 
@@ -17,10 +18,18 @@ def registered() -> tuple[Bench, ...]:
     return tuple(bench for name in MODULES for bench in import_module(f"tileweave.bench.{name}").BENCHES)
 
 
-def chosen(several: bool, ops: list[str]) -> list[Bench]:
-    """Those for one process per GPU, or else for one GPU; of `ops`, if there are any. ValueError for an unknown op."""
-    here = [bench for bench in registered() if (bench.where == "several") == several]
+def chosen(several: bool | None, ops: Sequence[str]) -> list[Bench]:
+    """Those for one process per GPU, or else for one GPU, or, with None, both; of `ops`, if there are any. ValueError
+    for an op that is not measured there."""
+    here = [bench for bench in registered() if several is None or (bench.where == "several") == several]
     names = list(dict.fromkeys(bench.name for bench in here))
-    if unknown := [op for op in ops if op not in names]:
-        raise ValueError(f"OP {unknown[0]!r} is not measured here; there are: {', '.join(names)}")
+    for op in ops:
+        if op not in names:
+            elsewhere = any(bench.name == op for bench in registered())
+            where = "on one GPU only" if several else "between GPUs only"
+            raise ValueError(
+                f"OP {op!r} is measured {where}; there are here: {', '.join(names)}"
+                if elsewhere
+                else f"OP {op!r} is not measured; there are: {', '.join(names)}"
+            )
     return [bench for bench in here if not ops or bench.name in ops]

@@ -2,7 +2,8 @@
 
 Exit code 0: the result was right; 1: it was not, or the op reported a race, a deadlock or a timeout; 2: bad usage, the
 environment's variables, too little memory and a check that is too small to mean something included; 3: a fault of
-tileweave or of what is beneath it. With --json, standard output is exactly one JSON object in all these cases.
+tileweave or of what is beneath it. With --json, standard output is exactly one JSON object in all these cases, but for
+bench and probe, whose --json names a file.
 """
 
 import json
@@ -16,16 +17,18 @@ import typer
 from rich.console import Console
 
 from tileweave import FabricTimeout, __version__
+from tileweave.cli import benching, planning, probing, show, tracing
 from tileweave.cli import check as checking
 from tileweave.cli import doctor as machine
-from tileweave.cli import planning, probing, show, tracing
-from tileweave.cli.environment import check_environment, speaks
+from tileweave.cli.environment import check_environment, launched_by_torchrun, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.ops import OPS
 from tileweave.cli.problem import DEVICES, BadUsage, make_problem
 from tileweave.emulator import EmulatorError
 
 WRONG, BAD_USAGE, FAULT, INTERRUPTED = 1, 2, 3, 130
+
+WRITERS = ("bench", "probe")  # commands whose --json names a file
 
 # Newer releases of typer carry their own copy of click, older ones import it: this is its UsageError in both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -141,6 +144,39 @@ def probe(
 
 
 @app.command()
+def bench(
+    context: typer.Context,
+    ops: benching.Ops = None,
+    quick: benching.Quick = False,
+    only: benching.Only = None,
+    listing: benching.Listing = False,
+    json_file: benching.JsonFile = None,
+    csv: benching.CsvFile = None,
+    plot: benching.Plot = None,
+    rounds: benching.Rounds = None,
+) -> int:
+    """Measure ops beside their rivals: between the GPUs where there are several, else on one, also as virtual ranks.
+
+    Each contender is checked against float32 on fresh random data, then timed in turn with the others.
+    """
+    check_environment()
+    texts = only or [""]
+    if listing:
+        benching.show_list(_console(), benching.tasks_of(None, ops or [], quick, texts), texts)
+        return 0
+    processes = not launched_by_torchrun() and needs_processes(count := choose_ranks(None, "auto"), "auto")
+    tasks = benching.tasks_of(launched_by_torchrun() or processes, ops or [], quick, texts)
+    files = {"json": json_file, "csv": csv, "plot": plot}
+    benching.check(tasks, rounds, files)
+    if processes:
+        return start_processes(count, context.obj)
+    results, right = benching.measure(_console(), tasks, rounds, texts, files)
+    if not right:
+        return WRONG
+    return 0 if results.figures else BAD_USAGE
+
+
+@app.command()
 def plan(
     op: planning.Op,
     shape: planning.Shape = "",
@@ -231,7 +267,7 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _fail(arguments: list[str], text: str, code: int) -> int:
     if speaks():
-        if "--json" in arguments:
+        if "--json" in arguments and arguments[0] not in WRITERS:
             _print_json({"error": text, "ok": False})
         else:
             print(f"tileweave: {text}", file=sys.stderr)
