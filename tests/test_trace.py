@@ -17,6 +17,7 @@ def test_json_and_trace_events(tmp_path, capsys):
     assert main([*SMALL, "--out", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["ok"] and told["shape"] == {"m": 128, "n": 256, "k": 256} and told["out"] == str(path)
+    assert told["variant"] == "intra_sm"
     assert told["times"] == "modelled by the rates of an H200, not measured"
     roles = {role["role"]: role for role in told["roles"]}
     assert {"TMA load", "wgmma", "2 (load_role)"} <= set(roles)
@@ -31,9 +32,9 @@ def test_json_and_trace_events(tmp_path, capsys):
 
 
 def test_the_table(capsys):
-    assert main(["trace", "all_gather", "--ranks", "1"]) == 0
+    assert main(["trace", "matmul_reduce_scatter", "--ranks", "1", "--shape", "m=128,n=256,k=256"]) == 0
     text = capsys.readouterr().out
-    assert "all_gather, 1 emulated rank of 4 SMs" in text and "not measured" in text
+    assert "matmul_reduce_scatter, 1 emulated rank of 4 SMs" in text and "not measured" in text
 
 
 def test_the_picture(tmp_path):
@@ -58,7 +59,7 @@ def test_a_wrong_result_is_told(monkeypatch, capsys):
         (["my_module:test"], "OP must be one of matmul_reduce_scatter"),
         (["all_gather", "--ranks", "0"], "--ranks must be from 1 to"),
         (["all_gather", "--ranks", "2", "--shape", "m=3"], "m=3 is not divisible by the 2 ranks"),
-        (["all_gather", "--shape", "k=8"], "all_gather has sizes m, n, got k"),
+        (["all_gather", "--shape", "k=8"], "there are m, n, got k"),
         (["all_gather", "--out", "no/such/folder/t.json"], "there is no folder"),
         (["all_gather", "--device", "cuda"], "--device"),
     ],

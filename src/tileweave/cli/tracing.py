@@ -47,7 +47,8 @@ def trace(op: str, ranks: int, shape: str, out: Path | None, png: Path | None) -
         pictures.check_folder("out", out)
     order = TimeOrder(rates_of(profile(GPU), case.sms))
     with choosing(Choice(lambda seed, index: order)) as worlds:
-        variant = replace(case, calls=1).run(0)
+        replace(case, calls=1).run(0)
+    variant = case.variant(0)
     title = f"{op}, {ranks} emulated ranks of {case.sms} SMs" + (f", {variant}" if variant else "")
     if out is not None:
         try:
