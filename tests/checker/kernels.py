@@ -1,12 +1,15 @@
 """Functions to check: a tile passed on to the next rank, right, wrong in several ways, and by chance."""
 
 import runpy
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from tileweave.emulator import World
 
+BARRIER = threading.Barrier(2)
 _LESSON = runpy.run_path(str(Path(__file__).parents[2] / "examples/02_a_race_found.py"))
 
 
@@ -47,6 +50,35 @@ def endless():
             world.touch(mine[rank], "write")
 
     world.run(program)
+
+
+def endless_alone():
+    """The same with one rank: nobody else ever can run."""
+    world = World(1)
+    mine = torch.zeros(2)
+
+    def program(rank):
+        while True:
+            world.touch(mine, "write")
+
+    world.run(program)
+
+
+def stuck():
+    """Waits for a party that never comes."""
+    BARRIER.wait()
+
+
+def stuck_in_a_rank(world):
+    """Ranks meet by other means than the group."""
+    world.run(lambda rank, group: BARRIER.wait())
+
+
+def spinning():
+    """An endless loop that catches what it can."""
+    while True:
+        with suppress(Exception):
+            sum(range(100))
 
 
 def two(world, more):

@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -38,7 +39,8 @@ class FunctionCase:
     """A function of one's own, `target` = "module:function": called with an emulated world of `ranks` ranks if it takes
     an argument, with none if it makes its worlds itself. It asserts what must hold, and returns nothing.
 
-    TypeError if the target is not such a function; ImportError if there is no such module.
+    TypeError if the target is not such a function; ImportError, with the error and its line, if its module cannot be
+    imported.
     """
 
     target: str
@@ -58,7 +60,10 @@ class FunctionCase:
             raise TypeError(f"expected module:function, got {self.target!r}")
         if self.path and self.path not in sys.path:
             sys.path.insert(0, self.path)
-        found = getattr(importlib.import_module(module), attribute, None)
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except (Exception, SystemExit) as error:
+            raise ImportError(f"{module} cannot be imported: {_told(error)}") from error
         if not callable(found):
             raise TypeError(f"{module} has no function {attribute!r}: expected module:function")
         if len(_required(found)) > 1:
@@ -122,6 +127,16 @@ def function_case(target: str, ranks: int) -> FunctionCase:
     case = FunctionCase(target, ranks, path=os.getcwd())
     case.function()
     return case
+
+
+def _told(error: BaseException) -> str:
+    """An error of an import in one line, behind the file and line that it comes from."""
+    what = traceback.format_exception_only(error)[-1].strip()
+    places = [(place.filename, place.lineno) for place in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places.append((error.filename or "", error.lineno))
+    file, line = next((each for each in reversed(places) if not each[0].startswith("<")), (__file__, 0))
+    return what if file == __file__ else f"{file}:{line}: {what}"
 
 
 def _required(function: Callable[..., Any]) -> list[str]:

@@ -13,7 +13,8 @@ from typing import Any
 
 from tileweave.checker.cases import Case
 from tileweave.checker.story import story
-from tileweave.checker.trial import Finding, Outcome, OutOfTime, run_orders, run_trial, shortened
+from tileweave.checker.trial import Finding, Outcome, run_orders, run_trial, shortened
+from tileweave.checker.watchdog import OutOfTime
 from tileweave.checker.workers import count, each
 from tileweave.emulator.exhaustive import Exploration
 
@@ -22,9 +23,10 @@ from tileweave.emulator.exhaustive import Exploration
 class Report:
     """What a check came to.
 
-    schedules: how many were run of those `asked` for; cut: how many more had begun when the time was up; seconds: how
-    long that took; orders, scenarios, variants: how many of each; steps: of all agents together, those of `cut` ones
-    and of those that are being run included; rings, flags, flag_uses: what one schedule exercised at least (see
+    schedules: how many were run of those `asked` for; cut: how many more had begun when the time was up; stuck: the
+    line of the user's program that one of these did not come back from; seconds: how long that took; orders, scenarios,
+    variants: how many of each; steps: of all agents together, those of `cut` ones and of those that are being run
+    included; rings, flags, flag_uses: what one schedule exercised at least (see
     emulator/coverage.py); too_small: why the case is too small to be a check, empty if it is not; finding: of schedule
     `seed`, in its `scenario` and `variant`, None if there was none; left_out: variants that the case cannot have, and
     why.
@@ -48,6 +50,7 @@ class Report:
     scenario: str = ""
     variant: str = ""
     left_out: dict[str, str] = field(default_factory=dict)
+    stuck: str = ""
     complete: bool = False  # these were all orders that there are
 
     @property
@@ -90,7 +93,8 @@ class Report:
     def take(self, outcome: Outcome) -> None:
         """Take in one schedule, but for its steps."""
         if outcome.cut:
-            self.cut += outcome.steps > 0
+            self.cut += outcome.steps > 0 or bool(outcome.stuck)
+            self.stuck = self.stuck or outcome.stuck
             return
         self.schedules += 1
         _count(self.orders, outcome.order)
@@ -163,7 +167,7 @@ def explore(
     """
     report, start, search = _report(case, limit), time.monotonic(), Exploration(limit)
     end = start + seconds if seconds is not None else None
-    for outcome in run_orders(case, seed, search, lambda steps: _in_time(end)):
+    for outcome in run_orders(case, seed, search, lambda steps: _in_time(end), end):
         report.take(outcome)
         report.steps += outcome.steps
         report.seconds = time.monotonic() - start
@@ -200,7 +204,7 @@ def _trial(case: Case, end: float | None, seed: int) -> Outcome:
         counted = steps
         _in_time(end)
 
-    outcome = run_trial(case, seed, watch=watch)
+    outcome = run_trial(case, seed, watch=watch, end=end)
     count(outcome.steps - counted)
     return outcome
 

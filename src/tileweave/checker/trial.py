@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tileweave.checker.cases import Case
+from tileweave.checker.watchdog import OutOfTime, in_time
 from tileweave.emulator import DeadlockError, EmulatorError, ProtocolError, RaceError
 from tileweave.emulator.exhaustive import Exploration
 from tileweave.emulator.search import Choice, PriorityOrder, RandomOrder, Recorded, Replay, Strategy, Turns, choosing
@@ -114,16 +115,13 @@ class Finding:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
 
-class OutOfTime(Exception):
-    """Raised by a `watch`: no more time for this schedule."""
-
-
 Watch = Callable[[int], None]  # is told of the steps so far
 
 
 @dataclass
 class Outcome:
-    """What became of one schedule. cut: the time was up before its end, and this is what it had come to."""
+    """What became of one schedule. cut: the time was up before its end, and this is what it had come to; stuck: the
+    line that did not come back to the emulator then, if there is one."""
 
     seed: int
     order: str
@@ -133,35 +131,41 @@ class Outcome:
     coverage: list[dict[str, Any]]
     finding: Finding | None = None
     cut: bool = False
+    stuck: str = ""
 
 
-def run_trial(case: Case, seed: int, max_steps: int | None = None, watch: Watch | None = None) -> Outcome:
+def run_trial(
+    case: Case, seed: int, max_steps: int | None = None, watch: Watch | None = None, end: float | None = None
+) -> Outcome:
     """Run a case once, in the order that the seed stands for. A world that takes more than `max_steps` steps is taken
     to have no end, which is reported as a deadlock. `watch` is called every few hundred steps, and may raise
-    OutOfTime."""
+    OutOfTime; what does not take steps is ended soon after `end`, of time.monotonic()."""
     trial = Trial(seed, case.ranks, case.ways)
     choice = Choice(lambda _, index: trial.strategy(index), trial.held, max_steps, watch)
-    return _outcome(case, seed, choice, trial.order, trial.scenario, trial.way)
+    return _outcome(case, seed, choice, (trial.order, trial.scenario), trial.way, end)
 
 
-def run_orders(case: Case, seed: int, search: Exploration, watch: Watch | None = None) -> Iterator[Outcome]:
+def run_orders(
+    case: Case, seed: int, search: Exploration, watch: Watch | None = None, end: float | None = None
+) -> Iterator[Outcome]:
     """Run a case, in the variant that is the seed's turn, in every order that differs; `search` says how many at most.
-    Orders that turn out to have been run come to nothing. `watch` as in `run_trial`."""
+    Orders that turn out to have been run come to nothing. `watch` and `end` as in `run_trial`."""
     for order in search:
         choice = Choice(lambda _, index, order=order: order, watch=watch)  # type: ignore[misc]
-        outcome = _outcome(case, seed, choice, "every one", "calm")
+        outcome = _outcome(case, seed, choice, ("every one", "calm"), "", end)
         if not order.redundant:
             yield outcome
 
 
-def _outcome(case: Case, seed: int, choice: Choice, order: str, scenario: str, way: str = "") -> Outcome:
-    finding, cut = None, False
+def _outcome(case: Case, seed: int, choice: Choice, schedule: tuple[str, str], way: str, end: float | None) -> Outcome:
+    finding, cut, stuck = None, False, ""
     try:
-        finding = _run(case, seed, choice, way)
-    except OutOfTime:
-        cut = True
+        with in_time(end, _run.__code__):
+            finding = _run(case, seed, choice, way)
+    except OutOfTime as over:
+        cut, stuck = True, over.stuck
     coverage = [world.coverage.told() for world in choice.worlds]
-    return Outcome(seed, order, scenario, case.variant(seed), choice.steps, coverage, finding, cut)
+    return Outcome(seed, *schedule, case.variant(seed), choice.steps, coverage, finding, cut, stuck)
 
 
 def _run(case: Case, seed: int, choice: Choice, way: str = "") -> Finding | None:
@@ -169,8 +173,6 @@ def _run(case: Case, seed: int, choice: Choice, way: str = "") -> Finding | None
         try:
             case.run(seed, way)
             return None
-        except OutOfTime:
-            raise
         except EmulatorError as error:
             kind = next(kind for type_, kind in _KINDS.items() if isinstance(error, type_))
             return Finding(kind, RuntimeError.__str__(error), error.told)

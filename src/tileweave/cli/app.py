@@ -108,8 +108,9 @@ def check(
     """Run OP, or a test of your own, under many hostile schedules in the emulator, and report what goes wrong.
 
     The exit code is 0 if nothing was found, 1 if something was, and 2 if nothing was found in what is too small to be a
-    check: a ring of buffers that never wrapped, a flag that was raised once only, no schedule that came to its end.
-    Whoever asks for every order that differs, and gets them all, has a small case on purpose.
+    check: a ring of buffers that never wrapped, a flag that was raised once only, no schedule that came to its end, or
+    one that got stuck in code of the test's own. Whoever asks for every order that differs, and gets them all, has a
+    small case on purpose.
     """
     check_environment()
     report = checking.run_check(
@@ -117,7 +118,7 @@ def check(
     )
     if as_json:
         _print_json(report.to_dict())
-    if report.ok and report.too_small and not report.complete:
+    if report.ok and (report.stuck or (report.too_small and not report.complete)):
         return BAD_USAGE
     return 0 if report.ok else WRONG
 

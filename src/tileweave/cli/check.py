@@ -15,6 +15,10 @@ from tileweave.fabric import MAX_RANKS
 
 SCHEDULES, SECONDS = 100, 300.0
 _OFTEN = 0.15  # seconds between two drawings of the bar
+_MEETING = (
+    "    Ranks of an emulated world run one at a time and meet through the group only: a lock, barrier or queue of\n"
+    "    the program's own waits for ever for a rank that cannot run."
+)
 
 Op = Annotated[
     str, typer.Argument(metavar="OP", help=f"One of {', '.join(checker.OPS)}; or module:function, a test of your own.")
@@ -117,6 +121,8 @@ def show(console: Console, case: Case, report: checker.Report, seed: int) -> Non
         again = f"tileweave check {case.name} --ranks {case.ranks}" + (f" --shape {shape}" if shape else "")
         console.print(f"\nthe same again: {again} --seed {report.seed} --schedules 1", soft_wrap=True)
         return
+    if report.stuck:
+        console.print(f"  [yellow]stuck[/] when the time was up, at {escape(report.stuck)}", _MEETING, sep="\n")
     for why in report.too_small:
         console.print(f"  [yellow]too small to be a check[/]: {escape(why)}")
     verdict = "clean" if report.schedules == report.asked else "clean as far as it went: the time was up"

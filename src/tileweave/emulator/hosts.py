@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tileweave.emulator.errors import DeadlockError
-from tileweave.emulator.places import Place
+from tileweave.emulator.places import Place, written_by_user
 
 if TYPE_CHECKING:
     from tileweave.emulator.agents import Partition
@@ -91,18 +92,26 @@ class Host:
     def _resume(self) -> bool:
         self._let_run()
         if self._lost:
+            place = written_by_user(self.frame)
             raise DeadlockError(
                 f"rank {self.rank}'s thread has run for {self.world.host_timeout:g} s without a call that lets another "
-                "rank go on. Ranks of an emulated world run one at a time and must meet through the group (or "
-                "`rendezvous`) only: a lock, barrier or queue of the program's own waits for ever for a rank that "
-                "cannot run. A computation that takes this long needs a larger host_timeout"
+                f"rank go on{place and f', now at {place}'}. "
+                "Ranks of an emulated world run one at a time and must meet through the group (or `rendezvous`) only: "
+                "a lock, barrier or queue of the program's own waits for ever for a rank that cannot run. A "
+                "computation that takes this long needs a larger host_timeout"
             )
         return not self._ended
 
     def _let_run(self) -> None:
         """Let the thread run up to its next job or its end; after `host_timeout` it is lost."""
+        self._lost = True  # unless it comes back: an exception may end the wait
         self._go.release()
         self._lost = not self._back.acquire(timeout=self.world.host_timeout)
+
+    @property
+    def frame(self) -> FrameType | None:
+        """Where the thread is."""
+        return sys._current_frames().get(self._thread.ident or 0)
 
     def stop(self) -> None:
         """End and join the thread, whatever it waits for; one that is lost will end when it next calls the world."""
@@ -115,3 +124,13 @@ class Host:
             self._let_run()
         if not self._lost:
             self._thread.join()
+
+
+def running(frame: FrameType | None) -> FrameType | None:
+    """Where the program is whose scheduler is at `frame`: there, or in the thread of a rank that it waits for."""
+    inner = frame
+    while inner is not None:
+        if inner.f_code is Host._let_run.__code__:
+            return inner.f_locals["self"].frame
+        inner = inner.f_back
+    return frame

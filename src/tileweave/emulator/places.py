@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import sysconfig
 from functools import lru_cache
 from types import CodeType, FrameType
 
@@ -60,6 +61,23 @@ def kernel_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename not in files:
         frame = frame.f_back
     return frame
+
+
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_INSTALLED = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_LIBRARIES = tuple(os.path.join(path, "") for path in (_PACKAGE, *_INSTALLED))
+
+
+def written_by_user(frame: FrameType | None, outermost: CodeType | None = None) -> str:
+    """The innermost line of the user's own program, from `frame` outwards, up to a call by `outermost`; empty if there
+    is none: all of it is this package's, Python's or an installed library's."""
+    while frame is not None and frame.f_code is not outermost:
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", *_LIBRARIES)):
+            place = f"{os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return f"{place}: {linecache.getline(file, frame.f_lineno).strip()}"
+        frame = frame.f_back
+    return ""
 
 
 @lru_cache(4096)
