@@ -10,11 +10,14 @@ Contenders, which take turns, in another order each round; the slowest rank coun
     one-shot, two-shot   torch.mm into symmetric memory, then torch.ops.symm_mem.{one,two}_shot_all_reduce
     matmul               torch.mm alone: what the transfer would cost nothing beside
     own matmul           the op in a group of this rank alone: its kernel's matmul, with the tiles best for that
+    flux, triton-distributed   those libraries' kernels, where they are installed (`bench.adapters`)
 
 Each is checked against a float32 truth on fresh data, then timed as replays of a CUDA graph of CALLS calls in a row, so
-that host time does not count; what cannot be captured is called eagerly and marked.
+that host time does not count; what cannot be captured is called eagerly and marked. `route` says whether tileweave ran
+a kernel of its own, or took the plain way.
 """
 
+import math
 import random
 import statistics
 from collections.abc import Callable
@@ -26,12 +29,15 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric  # also registers the rivals' operators
 
 import tileweave as tw
+from tileweave.bench.adapters import EAGER, joined, products
 from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.tables import ALONE
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
+from tileweave.ops.route import Route
 
 CALLS = 4  # in a row, per round
 Runs = dict[str, Callable[[], Any]]  # by contender, what makes its result
+OURS = ("tileweave", "nccl", *ALONE)  # what must run here and be right
 
 # M, N, K of the whole product: what each rank holds of it depends on the op. The squares are those of figures 10 to 14
 # of arXiv 2511.13940; the others layers of Llama-70B, and shapes at which users found fused kernels slower: Flux #90
@@ -84,8 +90,8 @@ def alone() -> Any:
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 
-def reduce_scatter(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
-    """Contenders for matmul_reduce_scatter, and what they should find."""
+def reduce_scatter(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor, Route]:
+    """Contenders for matmul_reduce_scatter, what they should find, and the way that ours takes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     a, b = normal(m, k // world), normal(n, k // world).t()
     product, shard = a.new_empty(m, n), a.new_empty(m // world, n)
@@ -102,11 +108,12 @@ def reduce_scatter(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
         "matmul": lambda: torch.mm(a, b, out=product),
         "own matmul": lambda: tw.matmul_reduce_scatter(a, b, alone()),
     }
-    return runs, summed(a, b).chunk(world)[rank].clone()
+    truth = summed(a, b).chunk(world)[rank].clone()
+    return joined(runs, products("matmul_reduce_scatter", a, b)), truth, tw.explain("matmul_reduce_scatter", a, b)
 
 
-def all_gather(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
-    """Contenders for all_gather_matmul, and what they should find."""
+def all_gather(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor, Route]:
+    """Contenders for all_gather_matmul, what they should find, and the way that ours takes."""
     world = dist.get_world_size()
     a, b = normal(m // world, k), normal(n // world, k).t()
     whole, product = a.new_empty(m, k), a.new_empty(m, n // world)
@@ -123,11 +130,12 @@ def all_gather(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
         "matmul": lambda: torch.mm(whole, b, out=product),
         "own matmul": lambda: tw.all_gather_matmul(whole, b, alone()),
     }
-    return runs, whole.float() @ b.float()
+    truth = whole.float() @ b.float()
+    return joined(runs, products("all_gather_matmul", a, b)), truth, tw.explain("all_gather_matmul", a, b)
 
 
-def all_reduce(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
-    """Contenders for matmul_all_reduce, and what they should find."""
+def all_reduce(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor, Route]:
+    """Contenders for matmul_all_reduce, what they should find, and the way that ours takes."""
     world = dist.get_world_size()
     a, b = normal(m, k // world), normal(n, k // world).t()
     product = a.new_empty(m, n)
@@ -155,7 +163,7 @@ def all_reduce(m: int, n: int, k: int) -> tuple[Runs, torch.Tensor]:
         "matmul": lambda: torch.mm(a, b, out=product),
         "own matmul": lambda: tw.matmul_all_reduce(a, b, alone()),
     }
-    return runs, summed(a, b)
+    return runs, summed(a, b), tw.explain("matmul_all_reduce", a, b)
 
 
 CONTENDERS = {"matmul_reduce_scatter": reduce_scatter, "all_gather_matmul": all_gather, "matmul_all_reduce": all_reduce}
@@ -168,47 +176,55 @@ def slowest(value: float) -> float:
     return largest.item()
 
 
-def several(run: Callable[[], Any]) -> tuple[Callable[[], None], bool]:
+def several(run: Callable[[], Any], capture: bool = True) -> tuple[Callable[[], None], bool]:
     """CALLS calls in a row as one replay of a CUDA graph, and True; eagerly, and False, where that cannot be."""
+
+    def calls() -> None:
+        for _ in range(CALLS):
+            run()
+
     for _ in range(2):
         run()
     torch.cuda.synchronize()
+    if not capture:
+        return calls, False
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            for _ in range(CALLS):
-                run()
+            calls()
     except RuntimeError:
         torch.cuda.synchronize()
-
-        def eager() -> None:
-            for _ in range(CALLS):
-                run()
-
-        return eager, False
+        return calls, False
     return graph.replay, True
 
 
 def checked(runs: Runs, truth: torch.Tensor, bound: float) -> dict[str, float | str]:
-    """Each contender's relative error; one that does not run here is left out of `runs`, and it is said why."""
+    """Each contender's relative error, of the rank where it is largest; a rival that does not run on one, or is wrong,
+    is left out of `runs`, and it is said why. AssertionError where one of OURS is wrong."""
     errors: dict[str, float | str] = {}
     for name, run in list(runs.items()):
         if name in ALONE:
             continue
+        error, failure = math.inf, ""
         try:
-            error = slowest(relative_error(run(), truth))
-        except (AttributeError, RuntimeError) as failure:
-            errors[name] = f"does not run: {str(failure).splitlines()[0]}"
-            del runs[name]
+            error = relative_error(run(), truth)
+        except Exception as raised:  # whatever another library may raise
+            if name in OURS:
+                raise
+            failure = f"does not run: {(str(raised) or repr(raised)).splitlines()[0]}"
+        error = slowest(error if error == error else math.inf)  # NaN compares with nothing
+        if error <= bound:
+            errors[name] = error
             continue
-        assert error <= bound, (name, error)
-        errors[name] = error
+        assert name not in OURS, (name, error)
+        errors[name] = failure or f"wrong, or does not run on another rank: relative error {error:.3g}"
+        del runs[name]
     return errors
 
 
 def timed(runs: Runs, rounds: int) -> dict[str, dict]:
     """us: median, lowest, highest microseconds of a call, the slowest rank's; graph: whether a graph was replayed."""
-    replays = {name: several(run) for name, run in runs.items()}
+    replays = {name: several(run, name not in EAGER) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     shuffle = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
@@ -232,14 +248,17 @@ def timed(runs: Runs, rounds: int) -> dict[str, dict]:
 def measure(op: str, m: int, n: int, k: int, rounds: int) -> Row:
     """One row."""
     world = dist.get_world_size()
-    runs, truth = CONTENDERS[op](m, n, k)
+    runs, truth, route = CONTENDERS[op](m, n, k)
     errors = checked(runs, truth, 2 * tolerance(torch.bfloat16, world, False))
     del truth
     found = timed(runs, rounds)
     tw.check()
     flop = 2 * m * n * k / world
     rates = {name: flop / us[0] / 1e6 for name, us in found["us"].items()}
-    return {"op": op, "world": world, "m": m, "n": n, "k": k, "rel_error": errors, **found, "tflops_per_gpu": rates}
+    return {
+        "op": op, "world": world, "m": m, "n": n, "k": k, "rel_error": errors, **found, "tflops_per_gpu": rates,
+        "route": route.to_dict(),
+    }  # fmt: skip
 
 
 def told(row: Row) -> str:

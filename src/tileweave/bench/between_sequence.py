@@ -9,6 +9,7 @@ Contenders, timed as in `bench.between`:
                     all-to-alls of q, k and v, PyTorch's attention, an all-to-all of the result
     torch, gather   PyTorch's own ring (torch.distributed.tensor.experimental.context_parallel) in its two ways,
     torch, rotate   cuDNN's kernel for each block. There is no Ulysses of PyTorch's
+    yunchang, xdit  those libraries' ring or Ulysses attention, where they are installed (`bench.adapters`)
     attention       that of `nccl` with all data there before: what the transfer would cost nothing beside
 
 Each is checked first: samples of two heads of each rank against float32. bfloat16, head dimension 128.
@@ -17,6 +18,7 @@ Each is checked first: samples of two heads of each rank against float32. bfloat
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,12 @@ from torch.distributed.tensor.experimental._attention import _cp_options, set_ro
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tileweave as tw
+from tileweave.bench.adapters import attentions, joined
 from tileweave.bench.attention_case import DIM, SAMPLE, Case
 from tileweave.bench.between import Runs, checked, timed, told
 from tileweave.bench.harness import Bench, Row, main
 from tileweave.ops.attention import reference, tolerance
+from tileweave.ops.route import Route
 from tileweave.ops.sequence.local import attend, merge
 from tileweave.ops.sequence.placement import place_sequence
 
@@ -74,8 +78,8 @@ def exchanged(x: torch.Tensor, to_heads: bool) -> torch.Tensor:
     return torch.cat(come.unbind(), 2 if to_heads else 1)
 
 
-def ring(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, later: ExitStack) -> Runs:
-    """Contenders, of the whole q, k and v; `later` will end what PyTorch's own ring needs."""
+def ring(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, later: ExitStack) -> tuple[Runs, Route]:
+    """Contenders, of the whole q, k and v, and the way that ours takes; `later` will end what PyTorch's ring needs."""
     rank, world = dist.get_rank(), dist.get_world_size()
     q, k_own, v_own = (place_sequence(x, world, rank, 2, case.placement).contiguous() for x in (q, k, v))
 
@@ -93,17 +97,19 @@ def ring(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, later: E
     unused = q.new_zeros(2 * world)
     mesh = init_device_mesh(q.device.type, (world,))
     later.enter_context(context_parallel(mesh, buffers=[unused], buffer_seq_dims=[0]))
-    return {
-        "tileweave": lambda: tw.ring_attention(q, k_own, v_own, causal=case.causal, placement=case.placement),
+    options: dict[str, Any] = dict(causal=case.causal, placement=case.placement)
+    runs: Runs = {
+        "tileweave": lambda: tw.ring_attention(q, k_own, v_own, **options),
         "nccl": lambda: attention(gathered(k_own, case.placement), gathered(v_own, case.placement)),
         "torch, gather": lambda: torch_ring("allgather"),
         "torch, rotate": lambda: torch_ring("alltoall"),
         "attention": lambda: attention(k, v),
     }
+    return joined(runs, attentions(case, q, k_own, v_own)), tw.explain("ring_attention", q, k_own, v_own, **options)
 
 
-def ulysses(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: ExitStack) -> Runs:
-    """Contenders, of the whole q, k and v."""
+def ulysses(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: ExitStack) -> tuple[Runs, Route]:
+    """Contenders, of the whole q, k and v, and the way that ours takes."""
     rank, world = dist.get_rank(), dist.get_world_size()
     own = tuple(place_sequence(x, world, rank, 2).contiguous() for x in (q, k, v))
     q, k, v = (x.chunk(world, 1)[rank].contiguous() for x in (q, k, v))  # all rows of its heads
@@ -112,11 +118,12 @@ def ulysses(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Ex
         q, k, v = (exchanged(x, True) for x in own)
         return exchanged(attend(q, k, v, case.causal, DIM**-0.5)[0], False)
 
-    return {
+    runs: Runs = {
         "tileweave": lambda: tw.ulysses_attention(*own, causal=case.causal),
         "nccl": nccl,
         "attention": lambda: attend(q, k, v, case.causal, DIM**-0.5)[0],
     }
+    return joined(runs, attentions(case, *own)), tw.explain("ulysses_attention", *own, causal=case.causal)
 
 
 CONTENDERS = {"ring_attention": ring, "ulysses_attention": ulysses}
@@ -134,7 +141,7 @@ def measure(case: Case, rounds: int) -> Row:
     picked = q[-1:, some][:, :, places[sample]], k[-1:, some], v[-1:, some]
     truth, _ = reference(*picked, causal=case.causal, positions=places[sample])
     with ExitStack() as ended:
-        runs = CONTENDERS[case.op](case, q, k, v, ended)
+        runs, route = CONTENDERS[case.op](case, q, k, v, ended)
 
         def of_sample(name: str) -> torch.Tensor:
             return runs[name]()[-1:, some][:, :, sample]
@@ -144,7 +151,10 @@ def measure(case: Case, rounds: int) -> Row:
         found = timed({name: runs[name] for name in samples}, rounds)
     tw.check()
     rates = {name: case.flop / world / us[0] / 1e6 for name, us in found["us"].items()}
-    return {**asdict(case), "shape": case.shape, "world": world, "rel_error": errors, **found, "tflops_per_gpu": rates}
+    return {
+        **asdict(case), "shape": case.shape, "world": world, "rel_error": errors, **found, "tflops_per_gpu": rates,
+        "route": route.to_dict(),
+    }  # fmt: skip
 
 
 BENCHES = [

@@ -158,7 +158,7 @@ def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: i
     runs["copy"] = lambda: target.copy_(source)
     us = timed(runs, rounds)["us"]
     tw.check()
-    return row(name, options, x, world, us)
+    return {**row(name, options, x, world, us), "route": tw.explain(name, x, **options).to_dict()}
 
 
 def label(shape: Shape) -> str:

@@ -36,6 +36,10 @@ RIVALS = {
     "torch": Rival("torch.nn.functional.grouped_mm, with the copies that bring rows to it"),
     "grouped_mm": Rival("torch.nn.functional.grouped_mm"),
     "fa3": Rival("FlashAttention-3", "fa3_fwd_interface", "fa3-fwd"),
+    "flux": Rival("Flux's GemmRS and AGKernel", "flux", "byte-flux"),
+    "triton-distributed": Rival("Triton-Distributed's gemm_rs and ag_gemm", "triton_dist", "triton-dist"),
+    "yunchang": Rival("yunchang's LongContextAttention, ring or Ulysses", "yunchang", "yunchang"),
+    "xdit": Rival("xDiT's xFuserLongContextAttention, ring or Ulysses", "xfuser", "xfuser"),
 }
 
 
