@@ -53,7 +53,7 @@ def test_a_rival_that_fails_or_is_wrong_is_left_out_and_told(one_rank):
     assert all("wrong" in errors[name] for name in ("yunchang", "xdit"))
 
 
-@pytest.mark.parametrize("name", ["tileweave", "nccl"])
+@pytest.mark.parametrize("name", ["tileweave", "nccl", "tma intra_sm 4"])
 def test_what_must_run_here_and_be_right(name, one_rank):
     with pytest.raises(AssertionError, match=name):
         between.checked({name: lambda: TRUTH * 2}, TRUTH, 0.01)
