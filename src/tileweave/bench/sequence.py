@@ -6,9 +6,8 @@ W ranks share one GPU, each with 1/W of the SMs, so no link is measured. Contend
     local         W one-rank grids of the same kernel, tile and number of computing SMs, whose keys, or heads, are there
                   before, a copy for each rank as each has one in its slot: the same attention, no peers
     local, all    the same on all SMs: what communicators take away as well
-    open          ring only: the op's computing CTAs as they are, all flags raised before, all keys in the slots, nobody
-                  sending. Beside `local` it says what looking for flags takes; for the zigzag order, which no
-                  one-rank grid has, it is what `fused` is compared with
+    open          instead of `local` for the zigzag order, which no one-rank grid has: the op's computing CTAs as they
+                  are, all flags raised before, all keys in the slots, nobody sending
     open, all     the same on all SMs
 
 The overhead is fused / local - 1, or fused / open - 1 where there is no local; its spread that of the rounds. Each
@@ -60,11 +59,13 @@ SHAPES: list[Shape] = [
 
 
 def bytes_needed(shape: Shape) -> int:
-    """Of GPU memory, about: q, k, v and their shards, results of all contenders, slots, each rank's own keys."""
+    """Of GPU memory, about: q, k, v, results of three contenders, two slots, zigzag shards or each rank's own keys."""
     case, world = shape["case"], shape["world_size"]
-    slots = 2 * 4 if case.op == "ulysses_attention" else 2 * 2 * world
-    copies = 2 * world if case.op == "ring_attention" and not case.causal else 0
-    return 2 * case.batch * case.heads * case.rows * DIM * (3 + 3 + 5 + slots + copies)
+    if case.op == "ulysses_attention":
+        more = 2 * 4
+    else:
+        more = 2 * 2 * (world - 1) + (3 if case.causal else 2 * world)
+    return 2 * case.batch * case.heads * case.rows * DIM * (3 + 3 + more)
 
 
 class Opened(Recorder):
@@ -112,12 +113,13 @@ def ring(case: Case, q, k, v, real: VirtualFabric, comm_sms: int | None) -> tupl
 
     keep("fused", Recorder(real, False), call, plan, k_own, v_own)
     alone = replace(plan, comm_sms=0)
+    all_keys = replace(call, shape=replace(call.shape, kv_rows=case.rows))
     whole = None if case.causal else (k.clone(), v.clone())
     for more, sms in (("", real.sms - plan.comm_sms), (", all", real.sms)):
-        if whole is not None:
-            all_keys = replace(call, shape=replace(call.shape, kv_rows=case.rows))
+        if whole is None:
+            keep("open" + more, kept_sms(Opened(real), sms), call, alone, k_own, v_own)
+        else:
             keep("local" + more, kept_sms(Recorder(real, True), sms), all_keys, alone, *whole)
-        keep("open" + more, kept_sms(Opened(real), sms), call, alone, k_own, v_own)
     return made, plan
 
 

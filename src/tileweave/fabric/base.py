@@ -15,10 +15,10 @@ from tileweave.fabric.agreement import check_facts, facts_of
 HEADER_WORDS: int = lang.HEADER_WORDS.value
 ABORT: int = lang.ABORT.value
 RECORD: int = lang.RECORD.value
-FLAGS = 448  # an op's own 128, then two for each CTA
+FLAGS = 448  # most ops' own 128, then two for each CTA; attention between ranks has them all
 BLOCK_WORDS = HEADER_WORDS + FLAGS
-STATE_WORDS = 128
-MAX_RANKS = STATE_WORDS - 2  # a counter per peer, after the epoch and the count of CTAs that are done
+STATE_WORDS = 512  # the epoch, the count of CTAs that are done, counters
+MAX_RANKS = 126  # a flag for each peer among the 128
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 

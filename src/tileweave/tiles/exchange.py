@@ -15,7 +15,7 @@ from tileweave import lang as gl
 from tileweave.tiles.channel import Channel
 from tileweave.tiles.matmul import DONE, EPOCH
 
-NEXT = gl.constexpr(127)  # the last word of `state`: behind all counters
+NEXT = gl.constexpr(511)  # the last word of `state`: behind all counters
 REFRESH = gl.constexpr(1 << 20)
 
 

@@ -7,6 +7,7 @@ import tileweave as tw
 from tests.ops.sequence.fused import assert_right, explained, plan, run_calls
 from tests.ops.sequence.problems import assert_near, shards, truth, whole
 from tileweave.fabric.base import ABORT, HEADER_WORDS
+from tileweave.ops.sequence.contract import BLOCKS
 from tileweave.tiles import exchange
 
 NAME = "ring_attention"
@@ -166,7 +167,7 @@ def test_epochs_may_wrap_and_flags_that_short_calls_leave_out_do_not_fall_behind
             shared.state[:, 0] = start
             shared.flags[:, HEADER_WORDS:] = start
             assert_right(run_calls(w, NAME, calls * 4), calls * 4)
-            flags = shared.flags[:, HEADER_WORDS : HEADER_WORDS + 126].unflatten(1, (-1, 2))
+            flags = shared.flags[:, HEADER_WORDS : HEADER_WORDS + 2 * BLOCKS].unflatten(1, (-1, 2))
         if start < 2**30:
             assert (flags[0, 1:, 1] == period).all() and (flags[1, 1:, 0] == period).all()
 

@@ -7,6 +7,7 @@ import tileweave as tw
 from tests.ops.sequence.fused import assert_right, explained, plan, run_calls
 from tests.ops.sequence.problems import assert_near, shards, truth, whole
 from tileweave.fabric.base import ABORT, HEADER_WORDS
+from tileweave.ops.sequence.contract import BLOCKS
 from tileweave.tiles import exchange
 
 NAME = "ulysses_attention"
@@ -143,14 +144,14 @@ def test_epochs_may_wrap_and_flags_that_short_calls_leave_out_do_not_fall_behind
             shared.state[:, 0] = start
             shared.flags[:, HEADER_WORDS:] = start
             assert_right(run_calls(w, NAME, calls * 4), calls * 4)
-            flags = shared.flags[:, HEADER_WORDS : HEADER_WORDS + 124].unflatten(1, (2, -1, 2))
+            flags = shared.flags[:, HEADER_WORDS : HEADER_WORDS + 4 * BLOCKS].unflatten(1, (2, -1, 2))
         if start < 2**30:
             assert (flags[0, :, 1:, 1] == period).all() and (flags[1, :, 1:, 0] == period).all()
 
 
 def test_the_blocks_of_many_heads():
     """More heads than there are flags: a flag is for several."""
-    few, many = (whole(batch, 10, 10, 2 * 4, 8, dtype=torch.bfloat16) for batch in (1, 8))
+    few, many = (whole(batch, 10, 10, 2 * 4, 8, dtype=torch.bfloat16) for batch in (1, 12))
     calls = [(x, dict(causal=True, plan=plan(comm_sms=2))) for x in (few, many, few)]
     with tw.virtual_world(2, device="cpu", sms=4) as w:
         assert_right(run_calls(w, NAME, calls), calls)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tileweave.fabric import MAX_RANKS
+from tileweave.fabric.base import FLAGS
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
 from tileweave.ops.sequence import contract
-from tileweave.ops.sequence.contract import check_packed, check_shape, decide, unfusable
+from tileweave.ops.sequence.contract import BLOCKS, check_packed, check_shape, decide, unfusable
 from tileweave.ops.sequence.packed import Block, blocks_between
 from tileweave.ops.sequence.placement import PLACEMENTS, pieces
 from tileweave.planner import H200, Plan
@@ -35,9 +35,8 @@ def channel_name(plan: Plan) -> str:
 
 
 def blocks_at_most(world: int, two_blocks: bool) -> int:
-    """Blocks of heads that a channel has flags and counters for: of each receiver, with two blocks of what is finished
-    as well."""
-    return (MAX_RANKS - 2) // world if two_blocks else MAX_RANKS // world
+    """Blocks of heads that a call may have: each has a flag from each rank, with two blocks also one for its credit."""
+    return min(FLAGS // (2 * world if two_blocks else world), BLOCKS)
 
 
 def held_heads(heads: int, world: int) -> int:
@@ -140,5 +139,4 @@ def problem_of(site: Site, call: Call) -> Problem | None:
     sent = 4 * (site.world - 1) * s.batch * s.kv_heads * s.kv_rows * dim
     rows = s.rows // pieces(call.placement)
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
-    gathered = 8 * (site.world - 1) * s.batch * s.kv_heads * s.kv_rows * dim if blocks_at_most(site.world, True) else 0
-    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, site.linked, gathered)
+    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, site.linked, 2 * sent)

@@ -13,6 +13,7 @@ from tileweave.planner.attention import DIMS, Problem, padded_dim, plan_for
 
 LAYOUTS = ("bhsd", "bshd")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+BLOCKS = 56  # of heads at most. What waits for the first of them grows with its size; telling of each takes time too
 
 
 @dataclass(frozen=True)

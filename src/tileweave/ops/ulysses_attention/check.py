@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from tileweave.fabric import MAX_RANKS
+from tileweave.fabric.base import FLAGS
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
 from tileweave.ops.sequence import contract
-from tileweave.ops.sequence.contract import check_packed, check_shape, decide, unfusable
+from tileweave.ops.sequence.contract import BLOCKS, check_packed, check_shape, decide, unfusable
 from tileweave.planner import H200, Plan
 from tileweave.planner.attention import ROWS, Problem, padded_dim, unsupported
 
@@ -93,8 +93,6 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> R
     problem = problem_of(site, call)
     if problem is None and refusal is None:
         refusal = f"heads have dimension {call.shape.dim}, the kernel takes up to 128"
-    if refusal is None and blocks_at_most(site.world) == 0:
-        refusal = f"the group has {site.world} ranks, more than the {MAX_RANKS // 2} that the kernel has flags for"
     if plan is not None and problem is not None and (why := unsupported(problem, plan) or too_narrow(plan)):
         raise ValueError(f"{NAME}: {why}")
     return decide(site, call, problem, refusal, plan, "all-to-all, PyTorch's attention, all-to-all")
@@ -106,8 +104,8 @@ def too_narrow(plan: Plan) -> str | None:
 
 
 def blocks_at_most(world: int) -> int:
-    """Blocks of heads that there are flags for, one for what comes and one for what goes back, from each rank."""
-    return MAX_RANKS // (2 * world)
+    """Blocks of heads that a call may have: each has two flags from each rank, for what comes and what goes back."""
+    return min(FLAGS // (2 * world), BLOCKS)
 
 
 def problem_of(site: Site, call: Call) -> Problem | None:
