@@ -1,6 +1,57 @@
-"""The registered operators' library."""
+"""The registered operators' library, and what the operators that communicate tell the compiler of themselves.
+
+All ranks make their calls in one order. Inductor puts a graph's calls into the order that needs least memory, which
+depends on sizes: ranks with shards of different sizes would each get another order, and wait for each other in vain. It
+leaves torch.distributed's own collectives in the program's order, which it knows by their type. Operators of others are
+to it like any function, so each of ours is lowered with a dependence on the one before it.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 LIBRARY = torch.library.Library("tileweave", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
+_latest: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by Inductor's graph: the buffer of its latest call of ours
+
+
+def register_shape_of_collective(name: str) -> Callable[[Callable], Callable]:
+    """Register the decorated function as the shape function ("fake") of the operator tileweave::`name`, all calls of
+    which, on whatever group, take part in the order of calls. A compiled graph then keeps them in its program's order.
+    """
+
+    def register(shape: Callable) -> Callable:
+        @wraps(shape)
+        def fake(*args: Any, **kwargs: Any) -> Any:
+            _keep_order(getattr(torch.ops.tileweave, name).default)
+            return shape(*args, **kwargs)
+
+        torch.library.register_fake(f"tileweave::{name}", fake, lib=LIBRARY)
+        return shape
+
+    return register
+
+
+def _keep_order(operator: torch._ops.OpOverload) -> None:
+    """Have Inductor, where it is at work, lower the operator as it would, but behind the call before it."""
+    lowering = sys.modules.get("torch._inductor.lowering")  # nobody else has to wait for its import
+    if lowering is None or operator in lowering.lowerings:
+        return
+    lowering.make_fallback(operator, warn=False)
+    lower = lowering.lowerings[operator]
+
+    def lower_in_order(*args: Any, **kwargs: Any) -> Any:
+        graph = lowering.V.graph
+        earlier = len(graph.operations)
+        result = lower(*args, **kwargs)
+        call = next(made for made in graph.operations[earlier:] if getattr(made, "op_overload", None) is operator)
+        if graph in _latest:
+            graph.additional_buffer_deps[call.get_operation_name()].add(_latest[graph])
+        _latest[graph] = call.get_name()
+        return result
+
+    lowering.lowerings[operator] = lower_in_order

@@ -23,7 +23,7 @@ from tileweave.ops.all_gather_matmul.check import NAME, check, check_kinds, sett
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
 from tileweave.ops.all_gather_matmul.places import CHANNELS, channel_name
 from tileweave.ops.contract import FP8, Agreement, Like, Site
-from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.registration import (
     below_autograd,
     kind,
@@ -78,7 +78,7 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
     return results
 
 
-@torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
+@register_shape_of_collective(NAME)
 def _fake(a, b, group_name, bias, return_gathered, plan, max_sms, regather, scale_a=None, scale_b=None):
     """The results' shapes and dtype; the contract is checked here too, the plan is not."""
     like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, bias))

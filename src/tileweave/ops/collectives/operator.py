@@ -25,7 +25,7 @@ from tileweave.ops.collectives.check import check, check_kinds
 from tileweave.ops.collectives.launch import CHANNEL, prepare, unfused
 from tileweave.ops.collectives.passes import choose
 from tileweave.ops.contract import Agreement
-from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.registration import recall, remember
 
 OPTIONS = {
@@ -67,7 +67,7 @@ def _register(name: str) -> Any:
     def implementation(x, group_name, *options):
         return run(named_fabric(group_name, x.device), name, x, *options)
 
-    @torch.library.register_fake(f"tileweave::{name}", lib=LIBRARY)
+    @register_shape_of_collective(name)
     def shape(x, group_name, *options):
         return x.new_empty(check(name, group_size(group_name), x, *options).out_shape)
 

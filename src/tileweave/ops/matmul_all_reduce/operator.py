@@ -17,7 +17,7 @@ import torch
 
 from tileweave.fabric import named_fabric
 from tileweave.ops.contract import Agreement, Like, Site
-from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.matmul_all_reduce.check import NAME, Options, check, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused
 from tileweave.ops.registration import (
@@ -72,7 +72,7 @@ def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan
     return results
 
 
-@torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
+@register_shape_of_collective(NAME)
 def _fake(a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms):
     """The results' shapes and dtype; the contract is checked here too, the plan is not."""
     options = Options(deterministic, norm_eps, max_sms)

@@ -18,7 +18,7 @@ import torch
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.contract import FP8, Agreement, Like, Site
-from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.matmul_reduce_scatter.check import NAME, check, check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.ops.registration import (
@@ -76,7 +76,7 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a
     return out
 
 
-@torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
+@register_shape_of_collective(NAME)
 def _fake(a, b, group_name, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None):
     """The result's shape and dtype; the contract is checked here too, the plan is not."""
     like = Like.of(a), Like.of(b), op, Like.of(bias)

@@ -17,7 +17,7 @@ import torch
 
 from tileweave.fabric import named_fabric
 from tileweave.ops.contract import Agreement, asks
-from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.moe.check import COMBINE, choose_combine
 from tileweave.ops.moe.combine_launch import fused
 from tileweave.ops.moe.unfused import combine, dispatch
@@ -47,7 +47,7 @@ def _run(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots,
     return fused(fabric, h, w, row_weight, offsets, row_slot, row_home, home, slots, homes, chosen.plan)
 
 
-@torch.library.register_fake(f"tileweave::{COMBINE}", lib=LIBRARY)
+@register_shape_of_collective(COMBINE)
 def _fake(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes, group_name, plan):
     """The result's shape."""
     return h.new_empty(token_slot.shape[0], w.shape[2])

@@ -20,7 +20,7 @@ import torch
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.contract import Agreement, asks
-from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.moe.check import NAME, check_own, choose, unknown_experts
 from tileweave.ops.moe.launch import fused
 from tileweave.ops.moe.routing import Experts, find_route, sizes_of
@@ -54,7 +54,7 @@ def _run_route(topk_index, experts, own, capacity, max_tokens, group_name):
     return find_route(fabric, group_name, topk_index, divided, capacity, max_tokens)
 
 
-@torch.library.register_fake("tileweave::moe_route", lib=LIBRARY)
+@register_shape_of_collective("moe_route")
 def _fake_route(topk_index, experts, own, capacity, max_tokens, group_name):
     """The results' shapes, which a capacity makes known."""
     if capacity is None:
@@ -101,7 +101,7 @@ def _activated(up, gate, silu):
     return torch.nn.functional.silu(up.float()) if silu else up
 
 
-@torch.library.register_fake(f"tileweave::{NAME}", lib=LIBRARY)
+@register_shape_of_collective(NAME)
 def _fake(
     x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu, group_name, plan
 ):  # fmt: skip

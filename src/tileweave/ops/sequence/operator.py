@@ -18,7 +18,7 @@ import torch
 
 from tileweave.fabric import Fabric, group_size, named_fabric
 from tileweave.ops.contract import Agreement, Site
-from tileweave.ops.library import LIBRARY, TAGS
+from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.registration import (
     below_autograd,
     kind,
@@ -102,7 +102,7 @@ def register(op: Attention) -> Any:
         *options, plan = options
         return op.run(named_fabric(group_name, q.device), q, k, v, cu_seqlens, *options, read_plan(plan))
 
-    @torch.library.register_fake(f"tileweave::{name}", lib=LIBRARY)
+    @register_shape_of_collective(name)
     def fake(q, k, v, cu_seqlens, group_name, *options):  # holds to the contract too, but for the plan
         call = op.check(group_size(group_name), *likes(q, k, v, cu_seqlens), *options[:-1])
         return q.new_empty(q.shape), q.new_empty(call.lse_shape, dtype=lse_dtype(q.dtype))
@@ -116,7 +116,7 @@ def register(op: Attention) -> Any:
     def run_backward(grad, q, k, v, out, lse, cu_seqlens, group_name, *options):
         return op.run_backward(named_fabric(group_name, q.device), grad, q, k, v, out, lse, cu_seqlens, *options)
 
-    @torch.library.register_fake(f"tileweave::{back}", lib=LIBRARY)
+    @register_shape_of_collective(back)
     def fake_backward(grad, q, k, v, out, lse, *options):
         return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
