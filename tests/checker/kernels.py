@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+import tileweave
 from tileweave.emulator import World
 
 BARRIER = threading.Barrier(2)
@@ -79,6 +80,19 @@ def spinning():
     while True:
         with suppress(Exception):
             sum(range(100))
+
+
+def a_run_each(world):
+    """Two calls, in a run each."""
+    for call in range(2):
+        world.run(lambda rank, group, call=call: tileweave.all_gather(torch.full((8, 8), float(rank + call)), group))
+
+
+def a_world_each():
+    """Two calls, in a world each, which share no flag."""
+    for _ in range(2):
+        with tileweave.virtual_world(2, device="cpu") as world:
+            world.run(lambda rank, group: tileweave.all_gather(torch.ones(8, 8), group))
 
 
 def two(world, more):

@@ -87,6 +87,12 @@ def test_variants_that_cannot_be_are_left_out_by_name():
     assert all("even numbers would do" in why for why in case.left_out.values())
 
 
+def test_calls_in_several_runs_of_a_world_count_together():
+    report = check(case("a_run_each"), range(2), processes=1)
+    assert report.flag_uses == 2 and not any("once only" in why for why in report.too_small)
+    assert check(case("a_world_each"), range(1), processes=1).flag_uses == 1
+
+
 def test_seeds_go_through_every_order_and_scenario():
     trials = [Trial(seed, 2) for seed in range(2 * len(SCENARIOS) * 3)]
     assert len({(trial.order, trial.scenario) for trial in trials}) == 2 * (2 * len(SCENARIOS) - 4)

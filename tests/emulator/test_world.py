@@ -155,7 +155,7 @@ def test_ranks_that_meet_by_other_means_than_the_world():
     for seed in SEEDS:
         with pytest.raises(
             DeadlockError,
-            match=r"rank [01]'s thread has run for 0\.1 s .* now at test_world\.py:\d+ in fn: meeting\.wait\(\)\. Ranks",
+            match=r"rank [01]'s thread has run for 0\.1 s.* now at test_world\.py:\d+ in fn: meeting\.wait\(\)\. Ranks",
         ):
             World(2, seed, host_timeout=0.1).run(fn)
     assert all(thread.daemon for thread in threads)

@@ -106,14 +106,14 @@ class Report:
             return
         if outcome.variant:
             _count(self.variants, outcome.variant)
-        for told in outcome.coverage:
-            for name, ring in told["rings"].items():
-                low, high = self.rings.get(name, ring)["uses"]
-                uses = [min(low, ring["uses"][0]), max(high, ring["uses"][1])]
-                self.rings[name] = {"slots": ring["slots"], "uses": uses}
-            if told["flags"]:
-                self.flags = max(self.flags, told["flags"])
-                self.flag_uses = min(told["uses"], self.flag_uses if self.flag_uses is not None else told["uses"])
+        told = outcome.coverage
+        for name, ring in told["rings"].items():
+            low, high = self.rings.get(name, ring)["uses"]
+            uses = [min(low, ring["uses"][0]), max(high, ring["uses"][1])]
+            self.rings[name] = {"slots": ring["slots"], "uses": uses}
+        if told["flags"]:
+            self.flags = max(self.flags, told["flags"])
+            self.flag_uses = min(told["uses"], self.flag_uses if self.flag_uses is not None else told["uses"])
 
 
 def check(
@@ -195,7 +195,7 @@ def _in_time(end: float | None) -> None:
 def _trial(case: Case, end: float | None, seed: int) -> Outcome:
     """A schedule, whose steps are counted as they are taken."""
     if end is not None and time.monotonic() >= end:  # it has lain in a queue for too long
-        return Outcome(seed, "", "", "", 0, [], cut=True)
+        return Outcome(seed, "", "", "", 0, {}, cut=True)
     counted = 0
 
     def watch(steps: int) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 from tileweave.checker.cases import Case
 from tileweave.checker.watchdog import OutOfTime, in_time
 from tileweave.emulator import DeadlockError, EmulatorError, ProtocolError, RaceError
+from tileweave.emulator.coverage import Coverage
 from tileweave.emulator.exhaustive import Exploration
 from tileweave.emulator.search import Choice, PriorityOrder, RandomOrder, Recorded, Replay, Strategy, Turns, choosing
 from tileweave.emulator.shrink import Shrunk, shrink
@@ -128,7 +129,7 @@ class Outcome:
     scenario: str
     variant: str
     steps: int
-    coverage: list[dict[str, Any]]
+    coverage: dict[str, Any]
     finding: Finding | None = None
     cut: bool = False
     stuck: str = ""
@@ -164,7 +165,7 @@ def _outcome(case: Case, seed: int, choice: Choice, schedule: tuple[str, str], w
             finding = _run(case, seed, choice, way)
     except OutOfTime as over:
         cut, stuck = True, over.stuck
-    coverage = [world.coverage.told() for world in choice.worlds]
+    coverage = Coverage.of(choice.worlds).told()
     return Outcome(seed, *schedule, case.variant(seed), choice.steps, coverage, finding, cut, stuck)
 
 

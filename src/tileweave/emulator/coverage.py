@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tileweave.emulator.places import line_of
@@ -11,20 +12,34 @@ from tileweave.emulator.places import line_of
 if TYPE_CHECKING:
     from tileweave.emulator.agents import CTA
     from tileweave.emulator.memory import Memory
+    from tileweave.emulator.world import World
 
 
 class Coverage:
-    """Counts of one world.
+    """Counts of one world, or of several.
 
     rings: of each array of mbarriers, by its place in the source, how many barriers it has, and the phases completed of
     the least used one, in the CTA that used it least and in the one that used it most. flags: how often each was
-    raised, by memory and byte. ctas: how many have ended.
+    raised, by address of its storage and byte. ctas: how many have ended.
     """
 
     def __init__(self) -> None:
         self.rings: dict[str, tuple[int, int, int]] = {}
         self.flags: Counter[tuple[int, int]] = Counter()
         self.ctas = 0
+
+    @classmethod
+    def of(cls, worlds: Iterable[World]) -> Coverage:
+        """That of several worlds, which must be alive: so that those that share memory, runs one after the other, raise
+        the same flags."""
+        total = cls()
+        for each in (world.coverage for world in worlds):
+            total.ctas += each.ctas
+            total.flags.update(each.flags)
+            for name, (slots, low, high) in each.rings.items():
+                _, least, most = total.rings.get(name, (slots, low, high))
+                total.rings[name] = slots, min(low, least), max(high, most)
+        return total
 
     def ended(self, cta: CTA) -> None:
         """A CTA has ended: take in its barriers."""
@@ -38,7 +53,7 @@ class Coverage:
 
     def raised(self, memory: Memory, byte: int) -> None:
         """A signal has stored a value in a flag."""
-        self.flags[id(memory), byte] += 1
+        self.flags[memory.tensor.untyped_storage().data_ptr(), byte] += 1
 
     def told(self) -> dict:
         """The counts as plain values: per ring slots and the range of uses, flags and the fewest uses of one."""
