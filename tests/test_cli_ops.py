@@ -1,6 +1,7 @@
 """`tileweave run` of every op that it has: what is asked of it, computed, and told."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -119,6 +120,50 @@ def test_what_tma_cannot_address_falls_back_and_says_how(op, capsys):
     assert run(op, ranks=3, shape="m=9,n=21,k=15") == 0
     text = capsys.readouterr().out
     assert "emulated ranks" in text and "no kernel ran, so none was checked" in text and "none: no fused kernel" in text
+
+
+@pytest.mark.parametrize("seed", [0, 15, 21, 22, 23, 25, 28, 33])
+def test_parts_that_cancel_in_a_small_result_are_not_called_wrong(seed, capsys):
+    """Of these seeds' two elements, beside which the parts are large."""
+    options = ["--ranks", "2", "--shape", "m=2,n=1,k=64", "--device", "cpu", "--json", "--seed"]
+    assert main(["run", "matmul_reduce_scatter", *options, str(seed)]) == 0
+    assert json.loads(capsys.readouterr().out)["rel_error"] < 2 * 1.7e-3  # two of the largest roundings
+
+
+@pytest.mark.parametrize("shape", ["m=2,n=1,k=64", "m=16,n=8,k=64"])
+def test_a_small_result_that_is_wrong_is_called_so(shape, monkeypatch):
+    right = tileweave.matmul_reduce_scatter
+    monkeypatch.setattr(tileweave, "matmul_reduce_scatter", lambda *args, **kwargs: right(*args, **kwargs) * 1.1)
+    assert run("matmul_reduce_scatter", shape=shape) == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "ranks", "shape", "told"),
+    [
+        ("moe_dispatch_matmul", 2, "tokens=8,hidden=7,experts=2", "by an all-to-all of the emulated ranks, a torch."),
+        ("grouped_matmul", 2, "tokens=8,hidden=7,experts=2", "a torch.matmul for each expert: no kernel ran"),
+        ("all_reduce", 1, "m=8,n=8", "a copy; 2 calls"),
+        ("all_gather", 2, "m=0,n=8", "put together by torch: no kernel ran"),
+    ],
+)
+def test_what_no_kernel_computed_is_told_as_a_fallback(op, ranks, shape, told, capsys):
+    assert run(op, "--json", ranks=ranks, shape=shape) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["backend"], report["fused"], report["world"]) == ("fallback", False, "emulated")
+    assert run(op, ranks=ranks, shape=shape) == 0
+    text = capsys.readouterr().out
+    assert told in text and "device code itself" not in text
+
+
+@pytest.mark.parametrize(
+    ("program", "command"),
+    [("/bin/tileweave", "tileweave"), ("/src/tileweave/__main__.py", "python -m tileweave"), ("x.py", "tileweave")],
+)
+def test_commands_are_printed_as_this_one_was_started(program, command, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [program])
+    assert run("all_gather", shape="m=2,n=8") == 0
+    steps = capsys.readouterr().out.split("try next\n")[1].splitlines()
+    assert len(steps) == 3 and all(step.startswith(f"  {command} ") for step in steps)
 
 
 @pytest.mark.parametrize("op", OTHERS)

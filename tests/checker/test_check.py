@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -222,6 +223,14 @@ def test_the_command(capsys):
     assert code == 0 and "result" in shown.out and "clean" in shown.out and "each raised 2 times" in shown.out
     code, shown = run(capsys, "all_gather", "--ranks", "2", "--schedules", "1", "--processes", "1", "--json")
     assert code == 0 and json.loads(shown.out)["ok"] is True
+
+
+def test_every_key_of_the_json_is_documented():
+    page = (Path(__file__).parents[2] / "docs/using.md").read_text()
+    table = page.partition("`tileweave check --json` has")[2].partition("`tileweave doctor`")[0]
+    report = check(case("told_too_early"), range(1), processes=1).to_dict()
+    missing = [key for key in [*report, *report["finding"]] if f"`{key}`" not in table]
+    assert not missing, f"docs/using.md says nothing of {missing}"
 
 
 def test_what_is_too_small_is_no_success(capsys):

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tileweave import checker
 from tileweave.checker.cases import Case, function_case
+from tileweave.cli.environment import program
 from tileweave.cli.problem import LARGEST_SEED, BadUsage
 from tileweave.fabric import MAX_RANKS
 
@@ -118,7 +119,7 @@ def show(console: Console, case: Case, report: checker.Report, seed: int) -> Non
         console.print()
         console.print(escape(report.story), style="red" if console.is_terminal else None)
         shape = ",".join(f"{name}={size}" for name, size in getattr(case, "shape", {}).items())
-        again = f"tileweave check {case.name} --ranks {case.ranks}" + (f" --shape {shape}" if shape else "")
+        again = f"{program()} check {case.name} --ranks {case.ranks}" + (f" --shape {shape}" if shape else "")
         console.print(f"\nthe same again: {again} --seed {report.seed} --schedules 1", soft_wrap=True)
         return
     if report.stuck:

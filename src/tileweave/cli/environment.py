@@ -12,6 +12,12 @@ from tileweave.fabric.base import debug_mode
 from tileweave.fabric.processes import timeout_seconds
 
 
+def program() -> str:
+    """How this program was started, as a shell takes it: the script may be in no folder of PATH."""
+    script = Path(sys.argv[0])
+    return "python -m tileweave" if (script.parent.name, script.name) == ("tileweave", "__main__.py") else "tileweave"
+
+
 def launched_by_torchrun() -> bool:
     """Whether this process is one of the ranks that torchrun, or who else sets its variables, started."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ

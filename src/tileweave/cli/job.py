@@ -21,6 +21,8 @@ from tileweave.cli.problem import CALLS, DTYPES, BadUsage, Problem
 from tileweave.fabric import MAX_RANKS
 from tileweave.ops.matmul_reduce_scatter import relative_error
 
+FEW = 256  # elements of a result whose norm depends on chance, more than by a twentieth or so
+
 
 def choose_ranks(ranks: int | None, device: str) -> int:
     """The number of ranks: as asked, or torchrun's, or one per GPU where there are several, or 4."""
@@ -140,7 +142,7 @@ def _report(
         "version": tileweave.__version__,
         "op": problem.op,
         "ranks": problem.ranks,
-        "backend": route.backend,
+        "backend": route.backend if route.fused else "fallback",
         "world": world,
         "shape": problem.sizes,
         "operands": [list(shape) for shape in operands],
@@ -161,13 +163,30 @@ def _report(
 
 
 def _error(problem: Problem, call: int, outs: list[torch.Tensor], device: torch.device) -> float:
-    """Relative error of all ranks' results of a call together; infinite if one has another shape."""
+    """Relative error of all ranks' results of a call together; infinite if one has another shape.
+
+    What is rounded are the ranks' parts, which in a result of few elements may cancel. So there the error is one of
+    the norm that the parts have, if that is larger: the root of the same product of squares is its average over all
+    signs of the operands, and a norm of n elements is less than 1 + 2 / sqrt(n) of it, three deviations from that.
+    """
     operands = [problem.operands(call, rank, device) for rank in range(problem.ranks)]
-    truths = problem.of_op.truth(operands, problem.biases(call, device))
+    biases = problem.biases(call, device)
+    truths = problem.of_op.truth(operands, biases)
     if any(out.shape != truth.shape for out, truth in zip(outs, truths, strict=True)):
         return math.inf
     got, truth = (torch.cat([x.float().flatten() for x in each]) for each in (outs, truths))
-    return relative_error(got, truth)
+    error, n = relative_error(got, truth), truth.numel()
+    if not 0 < n <= FEW:
+        return error
+    squares = problem.of_op.truth([_squared(each) for each in operands], biases and _squared(biases))
+    parts = torch.cat([x.flatten() for x in squares]).sum().sqrt().item() * (1 + 2 / math.sqrt(n))
+    norm = truth.norm().item()
+    return error * (norm or 1.0) / max(norm, parts, torch.finfo(torch.float32).tiny)
+
+
+def _squared(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Squares, in float32, of those that are no indices."""
+    return [x.float() ** 2 if x.is_floating_point() else x for x in operands]
 
 
 def _check_memory(problem: Problem, device: torch.device, calls: int) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from tileweave.cli.environment import program
 from tileweave.cli.ops import OPS
 from tileweave.cli.problem import LARGEST_SEED
 
@@ -72,7 +73,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def next_steps(result: dict[str, Any]) -> list[tuple[str, str]]:
     """Commands worth running after this one, each with what it shows."""
-    run = f"tileweave run {result['op']}"
+    run = f"{program()} run {result['op']}"
     steps = []
     if result["ranks"] == 1 and not OPS[result["op"]].local:
         steps.append((f"{run} --ranks 4", "ranks that send each other their tiles"))
@@ -81,7 +82,7 @@ def next_steps(result: dict[str, Any]) -> list[tuple[str, str]]:
     steps += [(f"{run} {options}", purpose) for options, purpose in more if not known.get(options)]
     if result["backend"] == "emulated":
         steps.append((f"{run} --seed {(result['seed'] + 1) % (LARGEST_SEED + 1)}", "another schedule, other data"))
-    steps.append(("tileweave doctor", "what this machine can run"))
+    steps.append((f"{program()} doctor", "what this machine can run"))
     return steps
 
 
