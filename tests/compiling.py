@@ -44,12 +44,13 @@ def disassemblies():
 
 
 class CompilingFabric(Fabric):
-    """A fabric whose launches are compilations; rank 0 of `world_size`. All tensors are "meta": without memory."""
+    """A fabric whose launches are compilations for the GPUs that have `core`; rank 0 of `world_size`. All tensors are
+    "meta": without memory."""
 
     backend, rank, sms, device = "virtual", 0, 132, torch.device("meta")
 
-    def __init__(self, world_size):
-        self.world_size, self.reports = world_size, []
+    def __init__(self, world_size, core="wgmma"):
+        self.world_size, self.cores, self.reports = world_size, (core,), []
 
     def refusal(self):
         return None
@@ -66,7 +67,8 @@ class CompilingFabric(Fabric):
         return Channel(op, flags, state, *arenas, 1_000_000, multicast=lambda view: 1 << 40)
 
     def launch(self, kernel, grid, args, *, num_warps, variant=None, copies=()):
-        self.reports.append(compiler.compile_report(kernel, args, num_warps))
+        capability = 100 if self.cores == ("tcgen05",) else 90
+        self.reports.append(compiler.compile_report(kernel, args, num_warps, capability))
 
     def _reduce_scatter(self, x):
         raise NotImplementedError
@@ -87,10 +89,11 @@ def reduce_scatter(
     rows=256,
     n=1024,
     scaled=False,
+    core="wgmma",
     **options,
 ) -> dict:
     """One variant of matmul_reduce_scatter, through the op."""
-    fabric = CompilingFabric(world)
+    fabric = CompilingFabric(world, core)
     a, b = meta(rows * world, 512, dtype=dtype), meta(512, n, dtype=dtype)
     a, b = (x.t().contiguous().t() if flag else x for x, flag in zip((a, b), transposed, strict=True))
     extra = meta(n, dtype=torch.bfloat16 if scaled else dtype) if bias else None

@@ -95,7 +95,7 @@ def test_no_kernel_has_two_names_for_one_loop_variable():
 
 
 def test_the_template_with_the_trap_is_found():
-    text = (ROOT / "src/tileweave/tiles/matmul.py").read_text()
+    text = (ROOT / "src/tileweave/tiles/matmul_wgmma.py").read_text()
     good = "    last = mm.ring.start()"
     assert text.count(good) == 1
     ((line, *names),) = shared_loop_variables(text.replace(good, "    last = at"))

@@ -10,6 +10,8 @@ SOURCES = Path(tileweave.__file__).parent
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
 PHASES, MOVER, COMMUNICATOR = (f"tiles/{name}.py" for name in ("phases", "mover", "communicator"))
 REDUCER, SUMS = "tiles/reducer.py", "tiles/sums.py"
+TCGEN05 = "tiles/matmul_tcgen05.py"
+TEMPLATE = ("tiles/units.py", "tiles/matmul_wgmma.py", MATMUL)  # what an edit of MATMUL may be in
 
 
 def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", template=MATMUL):
@@ -20,7 +22,20 @@ def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", tem
     """
     modules = {}
     files = (file,) if isinstance(file, str) else file
-    paths = (CHANNEL, template, COMMUNICATOR, PHASES, MOVER, REDUCER, SUMS, f"ops/{op}/kernel.py")
+    if MATMUL in files:
+        files = [*TEMPLATE[:-1], *files]
+    paths = (
+        CHANNEL,
+        *TEMPLATE[:-1],
+        TCGEN05,
+        template,
+        COMMUNICATOR,
+        PHASES,
+        MOVER,
+        REDUCER,
+        SUMS,
+        f"ops/{op}/kernel.py",
+    )
     texts = {path: (SOURCES / path).read_text() for path in paths}
     for old, new in edits:
         found = [path for path in files for _ in range(texts[path].count(old))]

@@ -37,7 +37,7 @@ EXPECTS = "gl.mbarrier_expect(bar, mm.BM * mm.WIDTH * (work.out.dtype.primitive_
 LOADERS_MEET = "            met = MEET(work, owner, epoch)\n            previous = owner\n        for j in range(share, mm.BN // mm.WIDTH, shares):\n            at ="
 GIVEN = """    for j in gl.static_range(mm.BN // mm.WIDTH):
         if j % mm.split != share:
-            gl.store(scratch_at(mm, first_unit(mm), HALF, j, LAYOUT), parts[j])
+            gl.store(scratch_at(mm, first_unit(mm), HALF, j, LAYOUT), part_of(mm, parts, j, LAYOUT))
     gl.barrier()
 """
 TOLD = """    own = FIRST_SHARE + HALF * unit_step(mm) + first_unit(mm)
@@ -82,8 +82,8 @@ MUTANTS = {
     "expects too few bytes of a peer's part": (KERNEL, [(EXPECTS, EXPECTS.replace("// 8", "// 16"))], "RDP"),
     "expects too many bytes of a peer's part": (KERNEL, [(EXPECTS, EXPECTS.replace("// 8", "// 4"))], "D"),
     "loads the parts into one buffer": (KERNEL, [("part_buf(mm, at, half, work.slots), bar", "part_buf(mm, mm.ring.start(), half, work.slots), bar")], "RW"),
-    "a peer's part takes no place in the loader's ring": (KERNEL, [("            at = mm.ring.next(at)\n    return at", "    return at")], "RDP"),
-    "a peer's part takes no place in the multiplier's ring": (KERNEL, [("            at = work.matmul.ring.next(at)\n", "")], "RDP"),
+    "a peer's part takes no place in the loader's ring": (KERNEL, [("            at = more(mm).next(at)\n    return at", "    return at")], "RDP"),
+    "a peer's part takes no place in the multiplier's ring": (KERNEL, [("            at = more(work.matmul).next(at)\n", "")], "RDP"),
     "takes in the place of this rank": (KERNEL, [("(flags.rank + 1 + i) % flags.world", "(flags.rank + i) % flags.world")], "RW"),
     "a peer's part read before it is there": (MATMUL, [("    mm.ring.consumer_wait(at)\n    part +=", "    part +=")], "R"),
     "a peer's part not released": (MATMUL, [("    mm.ring.release(at)\n    return part", "    return part")], "DR"),
@@ -121,7 +121,7 @@ MUTANTS = {
     "wrong parity of the producer": (CHANNEL, [("at.parity ^ 1)", "at.parity)")], "D"),
     "wrong parity of the consumer": (CHANNEL, [("self.ready.index(at.slot), at.parity)", "self.ready.index(at.slot), at.parity ^ 1)")], "RDP"),
     "parity of the first round for ever": (CHANNEL, [("at.parity ^ wraps.to(gl.int32)", "at.parity")], "RDP"),
-    "parity changes a use too early": (CHANNEL, [("wraps = slot == self.STAGES", "wraps = slot == self.STAGES - 1")], "RDP"),
+    "parity changes a use too early": (CHANNEL, [("slot == self.FIRST + self.STAGES", "slot == self.FIRST + self.STAGES - 1")], "RDP"),
     "empty waits for an arrival more": (CHANNEL, [("count=CONSUMERS)", "count=CONSUMERS + 1)")], "D"),
     "empty waits for one multiplier": (CHANNEL, [("count=CONSUMERS)", "count=1)")], "RP"),
     # harmless

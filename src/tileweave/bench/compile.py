@@ -1,4 +1,4 @@
-"""What a kernel compiles to for a Hopper GPU, on a machine that need not have one. Needs Triton."""
+"""What a kernel compiles to for a Hopper or Blackwell GPU, on a machine that need not have one. Needs Triton."""
 
 import inspect
 import re
@@ -25,26 +25,28 @@ ELEMENT_TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-# Machine instructions: wgmma of 16-bit and of 8-bit operands, TMA loads, stores and reduce-adds, register budgets, and
-# what spilled registers leave.
-INSTRUCTIONS = ("HGMMA", "QGMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
+# Machine instructions: wgmma of 16-bit and of 8-bit operands, tcgen05.mma of both, TMA loads, stores and reduce-adds,
+# register budgets, and what spilled registers leave.
+INSTRUCTIONS = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
 
 
-def compile_report(kernel: Any, args: Sequence[Any], num_warps: int) -> dict[str, Any]:
-    """Compile a `lang.jit` kernel for sm_90a and count what came out; no GPU is needed and nothing is launched.
+def compile_report(kernel: Any, args: Sequence[Any], num_warps: int, capability: int = 90) -> dict[str, Any]:
+    """Compile a `lang.jit` kernel for sm_90a, or with `capability` 100 for sm_100a, and count what came out; no GPU is
+    needed and nothing is launched.
 
     `args` are what a launch would get, constexprs included, in order: tensors, of which only the dtype counts (those of
     device "meta" have no memory), TensorDescriptors of such, numbers. What Triton's launcher would specialize (a number
     that is 1 or a multiple of 16, unless the kernel says do_not_specialize) is specialized.
 
     The report: `triton` its version, `target`, `shared` memory of a CTA and `stack` of a thread in bytes (a stack means
-    spilled registers), `registers` of a thread at launch, `setmaxnreg` the partitions' register budgets, `multimem` the
-    multimem instructions in the PTX, and for each of INSTRUCTIONS how often it occurs in the machine code.
+    spilled registers), `tensor_columns` of tensor memory that a CTA takes, `registers` of a thread at launch,
+    `setmaxnreg` the partitions' register budgets, `multimem` the multimem instructions in the PTX, and for each of
+    INSTRUCTIONS how often it occurs in the machine code.
 
     TypeError unless there is an argument for each parameter of a kind that kernels take; Triton's CompilationError,
     with the line, for what the compiler refuses.
     """
-    target = GPUTarget("cuda", 90, 32)
+    target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(_source(kernel, args), target=target, options={"num_warps": num_warps})
     ptx = compiled.asm["ptx"]
     usage, sass = _disassembled(compiled.asm["cubin"])
@@ -53,6 +55,7 @@ def compile_report(kernel: Any, args: Sequence[Any], num_warps: int) -> dict[str
         "target": _found(r"\.target (\w+)", ptx),
         "shared": compiled.metadata.shared,
         "stack": int(_found(r"STACK:(\d+)", usage)),
+        "tensor_columns": compiled.metadata.tmem_size,
         "registers": int(_found(r"REG:(\d+)", usage)),
         "multimem": sorted(set(re.findall(r"multimem\.\w+", ptx))),
         "setmaxnreg": sorted({int(n) for n in re.findall(r"setmaxnreg\S+\s+(\d+)", ptx)}),

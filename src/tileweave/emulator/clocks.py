@@ -159,6 +159,12 @@ class Clock:
         column = self.local[:ALIAS, lane]
         np.maximum(column, count, out=column)
 
+    def follow(self, counts: np.ndarray) -> None:
+        """Learn what an asynchronous operation on shared memory came after, `counts` in its view, of its completion."""
+        self.reserve(len(counts))
+        known = self.local[: SHARED + 1, : len(counts)]
+        np.maximum(known, counts, out=known)
+
     def tick(self, lane: int) -> None:
         """Begin the next event of a lane."""
         self.local[GENERIC, lane] += 1

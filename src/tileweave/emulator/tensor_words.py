@@ -10,6 +10,7 @@ from greenlet import getcurrent
 from tileweave import lang
 from tileweave.emulator.agents import AsyncOp, Partition
 from tileweave.emulator.async_words import new_memory
+from tileweave.emulator.clocks import SHARED
 from tileweave.emulator.errors import ProtocolError
 from tileweave.emulator.mbarrier import MBarrier
 from tileweave.emulator.memory import Memory
@@ -129,19 +130,23 @@ class Product(AsyncOp):
 
 
 class Commit(AsyncOp):
-    """An arrival at an mbarrier when all products that the partition has issued are done; it tells of these."""
+    """An arrival at an mbarrier when all products that the partition has issued are done; it tells of these and of what
+    they came after: who may overwrite an operand that a product has read knows that it had been written."""
 
     kind = "tcgen05.commit"
-    __slots__ = ("bar", "told")
+    __slots__ = ("bar", "before", "told")
 
     def __init__(self, part: Partition, bar: MBarrier):
         self.bar, self.told = bar, dict(part.issued)
+        self.before = part.product.clock.local[SHARED].copy() if part.product else None
         super().__init__(part, part.product)
 
     def run(self, n: int) -> None:
         """Arrive."""
         for lane, count in self.told.items():
             self.bar.clock.see(lane, count)
+        if self.before is not None:
+            self.bar.clock.follow(self.before)
         self.bar.update(self, arrivals=1)
 
 

@@ -91,6 +91,7 @@ class Fabric(ABC):
     `sms`         how many SMs this rank's kernels may use, which is the largest grid of `launch`; 0: no kernels
     `linked`      whether each rank has a GPU of its own, so that a link lies between any two
     `nccl`        whether, besides, the group's own collectives between GPUs are NCCL's
+    `cores`       what its tensor cores can be told to do: "wgmma", "tcgen05"; the emulator does both
     `debug`       whether `agree` compares the ranks' calls: debug mode when the fabric was made
     """
 
@@ -102,6 +103,7 @@ class Fabric(ABC):
     debug: bool
     linked: bool = False
     nccl: bool = False
+    cores: tuple[str, ...] = ("wgmma",)
 
     @abstractmethod
     def refusal(self) -> str | None:

@@ -66,6 +66,7 @@ class EmulatedFabric(WorldFabric):
     """One rank of an emulated world."""
 
     world: EmulatedWorld
+    cores = ("wgmma", "tcgen05")
 
     def multicast_refusal(self) -> str | None:
         return None

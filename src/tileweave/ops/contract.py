@@ -116,13 +116,14 @@ class Site(NamedTuple):
     unicast: str | None = None
     linked: bool = False
     nccl: bool = False
+    cores: tuple[str, ...] = ("wgmma",)
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Site":
         """That of a fabric."""
         return cls(
             fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal(), fabric.multicast_refusal(),
-            fabric.linked, fabric.nccl,
+            fabric.linked, fabric.nccl, fabric.cores,
         )  # fmt: skip
 
     def usable(self, max_sms: int) -> int:
@@ -183,7 +184,7 @@ def asks(**facts: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(facts.items())
 
 
-AGREED = ("mechanism", "schedule", "tile", "stages", "split", "comm_sms")  # of a plan
+AGREED = ("mechanism", "schedule", "tile", "stages", "split", "comm_sms", "core")  # of a plan
 
 
 def _leaves(prefix: str, x: Any) -> Iterator[tuple[str, Any]]:

@@ -11,6 +11,7 @@ from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.tiling import (
     BARRIER_BYTES,
     BY_OPERAND_BYTES,
+    CORE_ROWS,
     GROUP_ROWS,
     PART_BYTES,
     SM_FETCH_GBS,
@@ -20,6 +21,7 @@ from tileweave.planner.tiling import (
     part_buffers,
     ring_bytes,
     tiles_of,
+    tilings_of,
     whole_tiles,
 )
 
@@ -40,7 +42,8 @@ class Problem:
 
     m, n: the full product; k: this rank's share of the inner dimension; message_bytes: size of an element of the
     result, which is also what travels; sms: SMs the kernel may use on this rank; linked: whether peers are behind a
-    link (False for virtual and emulated ranks); operand_bytes: size of an element of a and b.
+    link (False for virtual and emulated ranks); operand_bytes: size of an element of a and b; cores: see `Plan.core`,
+    those that there are, of which the planner takes the first.
     """
 
     m: int
@@ -52,6 +55,7 @@ class Problem:
     deterministic: bool = False
     linked: bool = True
     operand_bytes: int = 2
+    cores: tuple[str, ...] = ("wgmma",)
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Plan:
     mechanism: "tma", "register", "copy_engine" or "multimem"; schedule: both as the op has them, see its docstring;
     tile: (rows, columns, K step) of a CTA; stages: depth of the operand ring; split: CTAs that share a tile of the last
     wave; comm_sms: SMs that only communicate, as inter-SM schedules need; predicted_us: microseconds by the cost
-    model, None for a plan made by hand.
+    model, None for a plan made by hand; core: the tensor cores' instruction, "wgmma" (Hopper) or "tcgen05" (Blackwell).
     """
 
     mechanism: str = "tma"
@@ -72,12 +76,14 @@ class Plan:
     comm_sms: int = 0
     predicted_us: float | None = None
     reason: str = "given by the caller"
+    core: str = "wgmma"
     _json: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         legal = {str: "a string", int: "an int"}
         for name, kind in (
-            ("mechanism", str), ("schedule", str), ("stages", int), ("split", int), ("comm_sms", int), ("reason", str),
+            ("mechanism", str), ("schedule", str), ("stages", int), ("split", int), ("comm_sms", int),
+            ("reason", str), ("core", str),
         ):  # fmt: skip
             if type(value := getattr(self, name)) is not kind:  # a bool is no number here
                 raise TypeError(f"plan.{name} must be {legal[kind]}, got {value!r}")
@@ -134,7 +140,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             "beside which there are registers for scales"
         )
     alone = matmul_of(problem, plan)
-    return untileable(plan, problem.message_bytes, hardware, problem.operand_bytes) or unshareable(alone, plan)
+    tileless = untileable(plan, problem.message_bytes, hardware, problem.operand_bytes, problem.cores)
+    return tileless or unshareable(alone, plan)
 
 
 def matmul_of(problem: Problem, plan: Plan) -> Problem:
@@ -162,8 +169,15 @@ def blocks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
     return tiles, math.ceil(per / tiles)
 
 
-def untileable(plan: Plan, message_bytes: int, hardware: Hardware = H200, operand_bytes: int = 2) -> str | None:
+def untileable(
+    plan: Plan, message_bytes: int, hardware: Hardware = H200, operand_bytes: int = 2,
+    cores: tuple[str, ...] = ("wgmma",),
+) -> str | None:  # fmt: skip
     """Why no CTA can have the tile and ring of `plan`, naming the legal values; None if it can."""
+    if plan.core not in cores:
+        return f"plan.core={plan.core!r}: the kernel has {' or '.join(map(repr, cores))} here"
+    if plan.core == "tcgen05" and plan.tile[0] != CORE_ROWS:
+        return f"plan.tile={plan.tile}: tcgen05 has tiles of {CORE_ROWS} rows"
     step = STEP_BYTES // operand_bytes
     if plan.tile not in {(rows, columns, step) for rows in (64, 128, 256) for columns in (64, 128, 256)}:
         return f"plan.tile={plan.tile}: rows and columns are 64, 128 or 256, the K step {step}"
@@ -171,8 +185,8 @@ def untileable(plan: Plan, message_bytes: int, hardware: Hardware = H200, operan
         return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
     if plan.stages < 2:
         return f"plan.stages={plan.stages}: the ring needs at least 2"
-    if part_buffers(plan.tile, plan.stages, message_bytes, hardware) < 1:
-        need = ring_bytes(plan.tile, plan.stages) + plan.tile[0] * PART_BYTES + BARRIER_BYTES
+    if part_buffers(plan.tile, plan.stages, message_bytes, hardware, plan.core) < 1:
+        need = ring_bytes(plan.tile, plan.stages, plan.core) + plan.tile[0] * PART_BYTES + BARRIER_BYTES
         return (
             f"plan.tile={plan.tile} with plan.stages={plan.stages} needs {need} bytes of shared memory, "
             f"a CTA has {hardware.shared_bytes}"
@@ -265,10 +279,11 @@ def candidates(
     """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first: in the
     ways that are tried, by default `ways`; one shot only where rows are few."""
     found = []
+    core = problem.cores[0]
     for (mechanism, schedule, comm_sms), tiling, split in product(
-        ways(problem) if tried is None else tried, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
+        ways(problem) if tried is None else tried, tilings_of(problem.operand_bytes, core), SPLITS
     ):
-        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
+        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms, core=core)
         if comm_sms >= problem.sms:
             continue
         tiles, sms = count_tiles(problem, plan), problem.sms - comm_sms

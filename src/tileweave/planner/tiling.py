@@ -16,6 +16,9 @@ STEP_BYTES = 128  # of a row of A and a column of B in a K step: 64 elements of 
 PART_BYTES = 128  # width of a message: a row of what TMA moves in one piece
 BARRIER_BYTES = 1024  # of a CTA's shared memory: mbarriers, and what the compiler keeps for warp partitions
 SM_FETCH_GBS = 13.0  # what an SM moves by plain loads and stores behind its tiles; measured on virtual ranks of an H200
+MORE_PLACES = 2  # of A's size, beside the operand ring of tcgen05, for what epilogues take in
+CORES = ("wgmma", "tcgen05")  # instructions of tensor cores: Hopper's, Blackwell's
+CORE_ROWS = 128  # of an accumulator in tensor memory
 LANE_COLS = 8  # elements of 16 bits in a 16-byte access
 IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first,
 LANE_VECTORS = 4  # and how many of them go into sums of their own, which take registers
@@ -23,20 +26,21 @@ SLOWING = 0.2  # of what bounds a kernel by what does not
 Tile = tuple[int, int, int]
 
 
-def part_rows(tile: Tile) -> int:
-    """Rows of a multiplier, hence of a message: a tile of more than 64 rows has two multipliers."""
-    return tile[0] // 2 if tile[0] > 64 else tile[0]
+def part_rows(tile: Tile, core: str = "wgmma") -> int:
+    """Rows of a multiplier, hence of a message: by wgmma, a tile of more than 64 rows has two multipliers."""
+    return tile[0] // 2 if tile[0] > 64 and core == "wgmma" else tile[0]
 
 
-def ring_bytes(tile: Tile, stages: int) -> int:
-    """Shared memory of the operand ring."""
-    return stages * (tile[0] + tile[1]) * STEP_BYTES
+def ring_bytes(tile: Tile, stages: int, core: str = "wgmma") -> int:
+    """Shared memory of the operand ring, and of what a core has beside it."""
+    places = MORE_PLACES if core == "tcgen05" else 0
+    return (stages * (tile[0] + tile[1]) + places * tile[0]) * STEP_BYTES
 
 
-def part_buffers(tile: Tile, stages: int, message_bytes: int, hardware: Hardware = H200) -> int:
+def part_buffers(tile: Tile, stages: int, message_bytes: int, hardware: Hardware = H200, core: str = "wgmma") -> int:
     """Buffers for finished parts of each multiplier: as many as it has parts, or the power of two that fits beside
     the operand ring; 0 if none does."""
-    free = hardware.shared_bytes - BARRIER_BYTES - ring_bytes(tile, stages)
+    free = hardware.shared_bytes - BARRIER_BYTES - ring_bytes(tile, stages, core)
     fits = min(free // (tile[0] * PART_BYTES), tile[1] * message_bytes // PART_BYTES)
     return 1 << fits.bit_length() - 1 if fits > 0 else 0
 
@@ -128,6 +132,15 @@ def _load() -> dict[int, tuple[Tiling, ...]]:
         int(size): tuple(Tiling(**{**each, "tile": tuple(each["tile"])}) for each in table)
         for size, table in tables.items()
     }
+
+
+def tilings_of(operand_bytes: int, core: str) -> tuple[Tiling, ...]:
+    """The tile configurations of a core. Those of tcgen05, which nobody has measured, are wgmma's with the rows of its
+    accumulator, with a stage less, in whose place are the MORE_PLACES."""
+    table = BY_OPERAND_BYTES[operand_bytes]
+    if core == "wgmma":
+        return table
+    return tuple(replace(each, stages=each.stages - 1) for each in table if each.tile[0] == CORE_ROWS)
 
 
 BY_OPERAND_BYTES = _load()  # the table by the size of an element of A and B

@@ -28,34 +28,46 @@ class Place:
 
 @gl.aggregate
 class Channel:
-    """STAGES slots."""
+    """STAGES slots, from slot FIRST of the barriers on."""
 
     ready: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    FIRST: gl.constexpr
     STAGES: gl.constexpr
 
     @gl.constexpr_function
-    def __init__(self, ready, empty, STAGES):
+    def __init__(self, ready, empty, FIRST, STAGES):
         self.ready = ready
         self.empty = empty
+        self.FIRST = gl.constexpr(FIRST)
         self.STAGES = gl.constexpr(STAGES)
+
+    @gl.jit
+    def behind(self, SLOTS: gl.constexpr):
+        """The ring of the SLOTS slots behind these, which `make_channel` has allocated with them."""
+        return Channel(self.ready, self.empty, self.FIRST + self.STAGES, SLOTS)
 
     @gl.jit
     def start(self):
         """The place of a role's first use."""
-        return Place(gl.to_tensor(0), gl.to_tensor(0))
+        return Place(gl.to_tensor(self.FIRST), gl.to_tensor(0))
 
     @gl.jit
     def next(self, at):
         """The place after `at`."""
         slot = at.slot + 1
-        wraps = slot == self.STAGES
-        return Place(gl.where(wraps, 0, slot), at.parity ^ wraps.to(gl.int32))
+        wraps = slot == self.FIRST + self.STAGES
+        return Place(gl.where(wraps, self.FIRST, slot), at.parity ^ wraps.to(gl.int32))
 
     @gl.jit
     def ready_at(self, at):
         """The barrier that says a slot is filled, for TMA loads to complete on."""
         return self.ready.index(at.slot)
+
+    @gl.jit
+    def empty_at(self, at):
+        """The barrier that says a slot may be filled again, for commits of the products that read it."""
+        return self.empty.index(at.slot)
 
     @gl.jit
     def producer_wait(self, at):
@@ -79,11 +91,12 @@ class Channel:
 
 
 @gl.jit
-def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Allocate and initialize a channel from one producer to CONSUMERS roles, each of which uses and releases every slot."""
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], gl.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], gl.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+def make_channel(STAGES: gl.constexpr, CONSUMERS: gl.constexpr, BEHIND: gl.constexpr = 0):
+    """Allocate and initialize a channel from one producer to CONSUMERS roles, each of which uses and releases every slot,
+    and, for its `behind`, BEHIND slots more."""
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES + BEHIND, 1], gl.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES + BEHIND, 1], gl.MBarrierLayout())
+    for i in gl.static_range(STAGES + BEHIND):
         gl.mbarrier_init(ready.index(i), count=1)
         gl.mbarrier_init(empty.index(i), count=CONSUMERS)
-    return Channel(ready, empty, STAGES)
+    return Channel(ready, empty, 0, STAGES)

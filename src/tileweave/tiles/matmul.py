@@ -7,6 +7,9 @@
     extra        a warp that some ops have besides: their EXTRA role, with the epoch
     communicator whole CTAs below COMM_SMS that only run the op's COMMUNICATE role
 
+TENSOR: the products are tcgen05 in place of wgmma, of roles that matmul_tcgen05.py has. A launch says so by the box of its
+parts: there is one multiplier of all 128 rows.
+
 A part, or message, is a multiplier's ROWS by WIDTH columns, 128 bytes wide: what TMA moves in one piece. A multiplier
 hands parts to its storer through a ring of C_BUFS buffers, so a tile's first part travels while its last is still in
 registers; and as the multipliers wait for each other nowhere, one computes while the other is in its epilogue.
@@ -25,13 +28,17 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what the loads
 of a tile must wait for), LOAD (where the operands of a K step come from), WITHIN (how many of its K steps a multiplier's
-rows take, where some tiles are not full), AHEAD and SCALE (factors of an accumulator, loaded before its K steps), MEET,
+rows take, where some tiles are not full), AHEAD and SCALE (factors of an accumulator, loaded before its K steps; TENSOR: of
+a part), MEET,
 LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part goes, and who is told)
 and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
 """
 
 from tileweave import lang as gl
 from tileweave.tiles.channel import Channel, make_channel
+from tileweave.tiles.matmul_tcgen05 import MORE, fetch_role, issue_role, make_accumulators, part_of
+from tileweave.tiles.matmul_wgmma import multiply_tile, pass_over
+from tileweave.tiles.units import first_unit, unit, unit_step, units
 
 FIRST_SHARE = gl.constexpr(128)  # flags below are the op's
 # Words of `state`, this rank's own memory; those from OWN_WORDS on are the op's.
@@ -71,11 +78,12 @@ class Matmul:
     A_T: gl.constexpr
     B_T: gl.constexpr
     COMM_SMS: gl.constexpr
+    TENSOR: gl.constexpr
 
     @gl.constexpr_function
     def __init__(
         self, a_desc, b_desc, a_bufs, b_bufs, ring, c_bufs, result_0, result_1, flags, state, scratch,
-        k_steps, tiles, whole, split, BM, BN, ACC, BK, HALVES, ROWS, A_ROWS, WIDTH, SHARED, A_T, B_T, COMM_SMS,
+        k_steps, tiles, whole, split, BM, BN, ACC, BK, HALVES, ROWS, A_ROWS, WIDTH, SHARED, A_T, B_T, COMM_SMS, TENSOR,
     ):  # fmt: skip
         self.a_desc, self.b_desc = a_desc, b_desc
         self.a_bufs, self.b_bufs, self.ring = a_bufs, b_bufs, ring
@@ -87,6 +95,7 @@ class Matmul:
         self.HALVES, self.ROWS = gl.constexpr(HALVES), gl.constexpr(ROWS)
         self.A_ROWS, self.WIDTH, self.SHARED = gl.constexpr(A_ROWS), gl.constexpr(WIDTH), gl.constexpr(SHARED)
         self.A_T, self.B_T, self.COMM_SMS = gl.constexpr(A_T), gl.constexpr(B_T), gl.constexpr(COMM_SMS)
+        self.TENSOR = gl.constexpr(TENSOR)
 
 
 @gl.jit
@@ -106,7 +115,10 @@ def make_matmul(
     HALVES: gl.constexpr = BM // ROWS
     ACC: gl.constexpr = b_desc.block_shape[0 if B_T else 1]
     A_ROWS: gl.constexpr = BM if A_T else a_desc.block_shape[0]
-    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, BK, BM] if A_T else [STAGES, BM, BK], a_desc.layout)
+    TENSOR: gl.constexpr = HALVES == 1 and ROWS == 128
+    BEHIND: gl.constexpr = MORE if TENSOR else 0
+    PLACES: gl.constexpr = STAGES + BEHIND
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [PLACES, BK, BM] if A_T else [PLACES, BM, BK], a_desc.layout)
     if A_ROWS < BM:
         L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
         for i in range(STAGES):
@@ -117,10 +129,19 @@ def make_matmul(
     result_0 = make_channel(C_BUFS, 1)
     result_1 = make_channel(C_BUFS, 1) if HALVES > 1 else result_0
     return Matmul(
-        a_desc, b_desc, a_bufs, b_bufs, make_channel(STAGES, HALVES), c_bufs, result_0, result_1, flags, state, scratch,
+        a_desc, b_desc, a_bufs, b_bufs, make_channel(STAGES, HALVES, BEHIND), c_bufs, result_0, result_1, flags, state, scratch,
         gl.cdiv(k, BK), tiles, whole, split, BM, BN, ACC, BK, HALVES, ROWS, A_ROWS, c_desc.block_shape[DIMS - 1], SHARED,
-        A_T, B_T, COMM_SMS,
+        A_T, B_T, COMM_SMS, TENSOR,
     )  # fmt: skip
+
+
+@gl.jit
+def more(mm):
+    """The ring of what LOAD_MORE loads: that of the operands or, TENSOR, one of its own."""
+    if mm.TENSOR:
+        return mm.ring.behind(MORE)
+    else:
+        return mm.ring
 
 
 @gl.jit
@@ -153,37 +174,6 @@ def finish(mm, epoch):
         if gl.atomic_add(mm.state + DONE, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) * mm.HALVES - 1:
             gl.atomic_xchg(mm.state + DONE, 0, sem="relaxed", scope="gpu")
             gl.atomic_xchg(mm.state + EPOCH, epoch, sem="relaxed", scope="gpu")
-
-
-@gl.jit
-def first_unit(mm):
-    """Number of the first unit of work of this CTA, a tile or a share of one; the next ones follow at `unit_step`."""
-    return gl.program_id(0) - mm.COMM_SMS
-
-
-@gl.jit
-def unit_step(mm):
-    """Number of computing CTAs."""
-    return gl.num_programs(0) - mm.COMM_SMS
-
-
-@gl.jit
-def units(mm):
-    """Units of the whole grid."""
-    return (mm.whole + (mm.tiles - mm.whole) * mm.split) if mm.SHARED else mm.tiles
-
-
-@gl.jit
-def unit(mm, u):
-    """Unit u: its tile, which share of it, of how many, its first K step and the one past its last."""
-    tile, share, shares, first, last = u, 0, 1, 0, mm.k_steps
-    if mm.SHARED:
-        if u >= mm.whole:  # divisions, which only the last tile should pay for
-            beyond = u - mm.whole
-            tile, share, shares = mm.whole + beyond // mm.split, beyond % mm.split, mm.split
-            first = share * mm.k_steps // mm.split
-            last = (share + 1) * mm.k_steps // mm.split
-    return tile, share, shares, first, last
 
 
 @gl.jit
@@ -253,12 +243,13 @@ def no_communicator(work):
 @gl.jit
 def load_role(
     work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
-    LOAD_MORE: gl.constexpr,
+    LOAD_MORE: gl.constexpr, now=None,
 ):  # fmt: skip
-    """Loader: for each tile, all K steps of A and B through the ring, then what its epilogue takes in."""
+    """Loader: for each tile, all K steps of A and B through the ring, then what its epilogue takes in. TENSOR: `now` is
+    this call's epoch, as a commit does not tell the storers, by way of the multiplier, that this role has read it."""
     mm = work.matmul
     STEP_BYTES: gl.constexpr = mm.BK * (mm.a_desc.dtype.primitive_bitwidth // 8)
-    epoch = this_epoch(mm)
+    epoch = this_epoch(mm) if now is None else now
     met = epoch == epoch
     at, previous = mm.ring.start(), -1
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
@@ -297,42 +288,6 @@ def take_part(mm, part, at, HALF: gl.constexpr, like, LAYOUT: gl.constexpr):
 
 
 @gl.jit
-def multiply_tile(mm, at, steps, HALF: gl.constexpr, LAYOUT: gl.constexpr):
-    """The accumulator of `steps` K steps from `at` on, and the next place. One wgmma stays in flight while the next
-    operands arrive."""
-    acc = gl.zeros([mm.ROWS, mm.ACC], gl.float32, LAYOUT)
-    last = mm.ring.start()  # not `at`: Triton would take the two for one variable of the loop
-    for step in range(0, steps):
-        mm.ring.consumer_wait(at)
-        a = mm.a_bufs.index(at.slot)
-        b = mm.b_bufs.index(at.slot)
-        if mm.A_T:
-            a = a.slice(HALF * mm.ROWS, mm.ROWS, 1).permute((1, 0))
-        else:
-            a = a.slice(HALF * mm.ROWS, mm.ROWS, 0)
-        if mm.B_T:
-            b = b.permute((1, 0))
-        pending = gl.warpgroup_mma(a, b, acc, use_acc=step > 0, is_async=True)
-        acc = gl.warpgroup_mma_wait(num_outstanding=1, deps=[pending])
-        mm.ring.release(last, pred=step > 0)
-        last = at
-        at = mm.ring.next(at)
-    acc = gl.warpgroup_mma_wait(num_outstanding=0, deps=[acc])
-    mm.ring.release(last, pred=steps > 0)
-    return acc, at
-
-
-@gl.jit
-def pass_over(mm, at, steps):
-    """The place behind `steps` K steps from `at` on, which a multiplier leaves out."""
-    for step in range(0, steps):
-        mm.ring.consumer_wait(at)
-        mm.ring.release(at)
-        at = mm.ring.next(at)
-    return at
-
-
-@gl.jit
 def scratch_at(mm, cta, HALF: gl.constexpr, j, LAYOUT: gl.constexpr):
     """Pointers to part j of an accumulator in scratch."""
     rows = gl.arange(0, mm.ROWS, gl.SliceLayout(1, LAYOUT))
@@ -346,7 +301,7 @@ def give_shares(mm, parts, share, epoch, HALF: gl.constexpr, LAYOUT: gl.constexp
     """Leave the parts that others finish in scratch, say so, and wait for theirs; False after a timeout."""
     for j in gl.static_range(mm.BN // mm.WIDTH):
         if j % mm.split != share:
-            gl.store(scratch_at(mm, first_unit(mm), HALF, j, LAYOUT), parts[j])
+            gl.store(scratch_at(mm, first_unit(mm), HALF, j, LAYOUT), part_of(mm, parts, j, LAYOUT))
     gl.barrier()
     own = FIRST_SHARE + HALF * unit_step(mm) + first_unit(mm)
     gl.signal(mm.flags, mm.flags.rank, own, epoch)
@@ -378,41 +333,57 @@ def unscaled(work, acc, ahead):
 @gl.jit
 def multiply_role(
     work, HALF: gl.constexpr, LOCATE: gl.constexpr, EPILOGUE: gl.constexpr, WITHIN: gl.constexpr,
-    AHEAD: gl.constexpr, SCALE: gl.constexpr,
+    AHEAD: gl.constexpr, SCALE: gl.constexpr, accumulators=None,
 ):  # fmt: skip
-    """Multiplier: accumulate half a tile, pass its parts through the op's epilogue to the storer."""
+    """Multiplier: accumulate half a tile or, TENSOR, take one that has been, pass its parts through the op's epilogue to
+    the storer."""
     mm = work.matmul
     epoch = this_epoch(mm)
     DEPTH: gl.constexpr = 256 // mm.a_desc.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.ACC, DEPTH])
-    PART: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, DEPTH])
+    PART: gl.constexpr = (
+        gl.tensor_memory_registers(mm.ROWS, mm.WIDTH, gl.num_warps())
+        if mm.TENSOR
+        else gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, mm.WIDTH, DEPTH])
+    )
     result = results(mm, HALF)
-    at, done = mm.ring.start(), result.start()
+    at, done = more(mm).start(), result.start()
+    if mm.TENSOR:
+        taken = accumulators.ring.start()
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
         t, share, shares, first, last = unit(mm, u)
         owner, a_row, row, col = LOCATE(work, t)
-        steps = WITHIN(work, owner, row + HALF * mm.ROWS, last - first)
-        ahead = AHEAD(work, owner, row + HALF * mm.ROWS, col, LAYOUT)
-        acc, at = multiply_tile(mm, at, steps, HALF, LAYOUT)
-        at = pass_over(mm, at, last - first - steps)
-        acc = SCALE(work, acc, ahead)
-        parts = gl.columns(acc, mm.WIDTH)
+        if mm.TENSOR:
+            accumulators.ring.consumer_wait(taken)
+            parts = accumulators.bufs.index(taken.slot)
+        else:
+            steps = WITHIN(work, owner, row + HALF * mm.ROWS, last - first)
+            ahead = AHEAD(work, owner, row + HALF * mm.ROWS, col, LAYOUT)
+            acc, at = multiply_tile(mm, at, steps, HALF, LAYOUT)
+            at = pass_over(mm, at, last - first - steps)
+            acc = SCALE(work, acc, ahead)
+            parts = gl.columns(acc, mm.WIDTH)
         met = epoch == epoch
         if mm.SHARED:
             if shares > 1:
                 met = give_shares(mm, parts, share, epoch, HALF, PART)
         for j in gl.static_range(mm.BN // mm.WIDTH):
             if j % shares == share:
-                part = parts[j]
+                part = part_of(mm, parts, j, PART)
                 if mm.SHARED:
                     if shares > 1:
                         part = take_shares(mm, part, j, share, met, HALF, PART)
+                if mm.TENSOR:
+                    part = SCALE(work, part, AHEAD(work, owner, row, col + j * mm.WIDTH, PART))
                 part, at = EPILOGUE(work, part, at, HALF, owner, row + HALF * mm.ROWS, col + j * mm.WIDTH, PART)
                 result.producer_wait(done)
                 result_buf(mm, HALF, done).reshape([mm.ROWS, mm.WIDTH]).store(part.to(mm.c_bufs.dtype))
                 gl.fence_async_shared()
                 result.publish(done)
                 done = result.next(done)
+        if mm.TENSOR:
+            accumulators.ring.release(taken)
+            taken = accumulators.ring.next(taken)
 
 
 @gl.jit
@@ -464,6 +435,26 @@ def run_matmul(
     HALVES: gl.constexpr = work.matmul.HALVES
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
+    elif work.matmul.TENSOR:
+        gl.static_assert(
+            WITHIN == all_steps and work.matmul.ACC == work.matmul.BN, "tcgen05 multiplies whole tiles alone"
+        )
+        accumulators = make_accumulators(work.matmul)
+        now = this_epoch(work.matmul)
+        NOBODY: gl.constexpr = nobody_to_meet
+        NOTHING: gl.constexpr = nothing_more
+        gl.warp_specialize(
+            [
+                (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN, AHEAD, SCALE, accumulators)),
+                (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, NOBODY, NOTHING, now)),
+                (issue_role, (work, accumulators)),
+                (fetch_role, (work, LOCATE, MEET, LOAD_MORE, now)),
+                (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
+            ]
+            + ([] if EXTRA is None else [(EXTRA, (work, epoch))]),
+            [1, 1, 1, 1] + ([] if EXTRA is None else [1]),
+            [128, 128, 128, 128] + ([] if EXTRA is None else [128]),
+        )
     elif HALVES == 1:
         gl.warp_specialize(
             [

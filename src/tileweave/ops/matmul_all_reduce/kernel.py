@@ -39,6 +39,7 @@ from tileweave.tiles.matmul import (
     Matmul,
     load_operands,
     make_matmul,
+    more,
     no_communicator,
     nobody_to_meet,
     nothing_before_load,
@@ -148,7 +149,7 @@ def load_more(work, at, phase, row, col, epoch, met):
                 else:
                     here = [row + half * mm.ROWS, col]
                     gl.tma_load(work.residual, here, bar, buf.reshape([mm.ROWS, mm.WIDTH]))
-            at = mm.ring.next(at)
+            at = more(mm).next(at)
     return at
 
 
@@ -159,7 +160,7 @@ def epilogue(work, part, at, HALF: gl.constexpr, phase, row, col, LAYOUT: gl.con
         part = add_bias(work.extras, part, col, LAYOUT)
         for i in range(work.PEERS + (1 if work.extras.HAS_RESIDUAL else 0)):
             part = take_part(work.matmul, part, at, HALF, work.slots, LAYOUT)
-            at = work.matmul.ring.next(at)
+            at = more(work.matmul).next(at)
     return part, at
 
 

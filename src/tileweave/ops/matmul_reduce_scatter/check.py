@@ -147,6 +147,7 @@ def problem_of(site: Site, call: Call) -> Problem:
         call.deterministic,
         linked=site.linked,
         operand_bytes=call.dtype.itemsize,
+        cores=site.cores,
     )
 
 

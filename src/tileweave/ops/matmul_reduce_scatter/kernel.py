@@ -41,6 +41,7 @@ from tileweave.tiles.matmul import (
     grouped_order,
     load_operands,
     make_matmul,
+    more,
     no_communicator,
     nobody_to_meet,
     nothing_ahead,
@@ -161,15 +162,16 @@ def load_more(work, at, phase, row, col, epoch, met):
             for half in gl.static_range(mm.HALVES):
                 where = [place, gl.where(met, row, work.rows) + half * mm.ROWS, col]
                 gl.load_async(work.slots, flags.rank, where, part_buf(mm, at, half, work.slots), bar)
-            at = mm.ring.next(at)
+            at = more(mm).next(at)
     return at
 
 
 @gl.jit
 def factors(work, phase, row, col, LAYOUT: gl.constexpr):
-    """Multiplier: the scales of a tile's rows and columns."""
+    """Multiplier: the scales of a tile's rows and columns or, TENSOR, of a part's."""
+    COLS: gl.constexpr = work.matmul.WIDTH if work.matmul.TENSOR else work.matmul.BN
     rows = owner_of(work, phase) * work.rows + row + gl.arange(0, work.matmul.ROWS, gl.SliceLayout(1, LAYOUT))
-    cols = col + gl.arange(0, work.matmul.BN, gl.SliceLayout(0, LAYOUT))
+    cols = col + gl.arange(0, COLS, gl.SliceLayout(0, LAYOUT))
     of_rows = gl.load(work.scale_a + rows * work.step_a, mask=rows < work.rows * work.flags.world, other=0.0)
     of_cols = gl.load(work.scale_b + cols * work.step_b, mask=cols < work.n, other=0.0)
     return of_rows, of_cols
@@ -191,7 +193,7 @@ def epilogue(work, part, at, HALF: gl.constexpr, phase, row, col, LAYOUT: gl.con
     if owner == work.flags.rank:
         for i in range(partials(work)):
             part = take_part(work.matmul, part, at, HALF, work.slots, LAYOUT)
-            at = work.matmul.ring.next(at)
+            at = more(work.matmul).next(at)
         if work.HAS_BIAS:
             cols = col + gl.arange(0, work.matmul.WIDTH, gl.SliceLayout(0, LAYOUT))
             part += gl.load(work.bias + cols, mask=cols < work.n, other=0.0).to(gl.float32)[None, :]

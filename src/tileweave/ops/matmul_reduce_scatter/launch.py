@@ -132,7 +132,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     world = 1 if behind else problem.world
     (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
     out = torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
-    part = (part_rows(plan.tile), PART_BYTES // out.element_size())
+    part = (part_rows(plan.tile, plan.core), PART_BYTES // out.element_size())
     above = part[0] if one_shot else 0  # rows of a place before those of its owner: see `store_to_owners`
     shard_bytes = (call.rows + above) * call.n * out.element_size() if world > 1 else 0
     channel = fabric.channel(
@@ -152,7 +152,8 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         a_rows.shape[0] if a_t else a_rows.shape[1], whole, plan.split,
     )  # fmt: skip
     tail = (
-        *blocks, world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, out.element_size()),
+        *blocks, world, bm, bn, bk, plan.stages,
+        part_buffers(plan.tile, plan.stages, out.element_size(), core=plan.core),
         plan.split > 1, GROUP_ROWS, a_t, b_t, call.deterministic, call.bias, call.dtype == FP8, call.op == "avg",
         plan.comm_sms, columns_at_once(world, call.rows, call.n, alone.sms) if one_shot else 0,
     )  # fmt: skip

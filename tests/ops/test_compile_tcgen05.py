@@ -1,0 +1,26 @@
+"""The ops' kernels compile for sm_100a, by tcgen05, under the newest Triton (the one installed) and the oldest one."""
+
+from tests.compilers import SHARED_LIMIT, needs_triton, report, variants
+from tests.compiling_tcgen05 import NAMES
+
+OLDEST = (
+    "matmul_reduce_scatter: planned",
+    "matmul_reduce_scatter: smallest tile, deterministic, shared tiles, eight ranks",
+)
+
+pytestmark = needs_triton
+
+
+@variants(NAMES, OLDEST)
+def test_a_variant_multiplies_by_tcgen05_alone(triton, name):
+    r = report("tests.compiling_tcgen05", triton, name)
+    assert r["target"] == "sm_100a"
+    assert (r["stack"], r["STL"], r["LDL"]) == (0, 0, 0), "registers are spilled"
+    assert r["shared"] <= SHARED_LIMIT
+    assert (r["HGMMA"], r["QGMMA"]) == (0, 0), "there is no wgmma on this GPU"
+    of_8_bits, of_16_bits = r["UTCQMMA"], r["UTCHMMA"]
+    assert (of_8_bits, of_16_bits) == ((4, 0) if "float8" in name else (0, 4)), "a K step of 128 bytes is four"
+    columns = 128 if "smallest" in name else 512 if "largest" in name else 256
+    assert r["tensor_columns"] == columns, "two accumulators"
+    assert {128, 256} <= set(r["setmaxnreg"]), "of worker warps, and of the multiplier"
+    assert r["UTMALDG"] >= 2 and r["UTMASTG"] >= 1
