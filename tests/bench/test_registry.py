@@ -55,6 +55,22 @@ def test_work_of_two_gpus(op, flop, sent):
     assert bench.work(bench.shapes[0], 2) == Work(flop, sent)
 
 
+def test_what_the_gpus_cannot_share_evenly_is_not_measured(monkeypatch):
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (0, 0))  # what can be shared would need memory
+    cases = (
+        ("matmul_reduce_scatter", 0, "4096"),
+        ("ulysses_attention", 0, "128"),  # the sequence is divisible, the heads are not
+        ("moe_dispatch_matmul", 0, "8192"),
+    )
+    for name, i, size in cases:
+        bench = bench_of(name)
+        assert bench.row(bench.shapes[i], 1) == f"3 GPUs cannot share {size} evenly"
+    ring = bench_of("ring_attention")
+    assert "GB, 0 are free" in ring.row(ring.shapes[0], 1)
+
+
 def test_figures_of_a_row():
     bench = bench_of("matmul_reduce_scatter")
     shape = dict(m=4096, n=4096, k=4096)

@@ -1,14 +1,13 @@
 """Other libraries as contenders: what is not here, does not run or is wrong is told, and ours must be right."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
+from tests.nn.test_processes import start
 from tileweave.bench import adapters, between, rivals
 from tileweave.bench.attention_case import Case
 from tileweave.bench.rivals import RIVALS, Rival
+from tileweave.ops.attention import reference
 
 TRUTH = torch.arange(1.0, 5.0)
 
@@ -75,25 +74,15 @@ def test_ops_and_cases_that_others_have():
     assert set(adapters.EAGER) <= set(RIVALS)
 
 
-RANK = """
-import torch, torch.distributed as dist
-from tileweave.bench.adapters import attentions
-from tileweave.bench.attention_case import Case
-from tileweave.ops.attention import reference
-dist.init_process_group("gloo")
-rank = dist.get_rank()
-for op, causal in (("ring_attention", False), ("ulysses_attention", True), ("ring_attention", False)):
-    q, k, v = torch.randn(3, 1, 4, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
-    own = [x.chunk(2, 2)[rank] for x in (q, k, v)]
-    truth = reference(q, k, v, causal=causal)[0].chunk(2, 2)[rank]
-    out = attentions(Case(op, 1, 4, 64, causal), *own)["yunchang"]()()
-    assert (out.float() - truth).norm() < 0.01 * truth.norm(), op
-dist.destroy_process_group()
-"""
+def yunchang(rank):
+    for op, causal in (("ring_attention", False), ("ulysses_attention", True), ("ring_attention", False)):
+        q, k, v = torch.randn(3, 1, 4, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
+        own = [x.chunk(2, 2)[rank] for x in (q, k, v)]
+        truth = reference(q, k, v, causal=causal)[0].chunk(2, 2)[rank]
+        out = adapters.attentions(Case(op, 1, 4, 64, causal), *own)["yunchang"]()()
+        assert (out.float() - truth).norm() < 0.01 * truth.norm(), op
 
 
-def test_yunchang_is_right():
+def test_yunchang_is_right(tmp_path):
     pytest.importorskip("yunchang")
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    ran = subprocess.run([*start, "--no-python", sys.executable, "-c", RANK], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
+    start(tmp_path, 2, yunchang)

@@ -177,25 +177,25 @@ def slowest(value: float) -> float:
     return largest.item()
 
 
-def several(run: Callable[[], Any], capture: bool = True) -> tuple[Callable[[], None], bool]:
-    """CALLS calls in a row as one replay of a CUDA graph, and True; eagerly, and False, where that cannot be."""
+def several(run: Callable[[], Any], calls: int, capture: bool) -> tuple[Callable[[], None], bool]:
+    """`calls` calls in a row as one replay of a CUDA graph, and True; eagerly, and False, where that cannot be."""
 
-    def calls() -> None:
-        for _ in range(CALLS):
+    def eager() -> None:
+        for _ in range(calls):
             run()
 
     for _ in range(2):
         run()
     torch.cuda.synchronize()
     if not capture:
-        return calls, False
+        return eager, False
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
-            calls()
+            eager()
     except RuntimeError:
         torch.cuda.synchronize()
-        return calls, False
+        return eager, False
     return graph.replay, True
 
 
@@ -223,9 +223,9 @@ def checked(runs: Runs, truth: torch.Tensor, bound: float) -> dict[str, float | 
     return errors
 
 
-def timed(runs: Runs, rounds: int) -> dict[str, dict]:
+def timed(runs: Runs, rounds: int, calls: int = CALLS) -> dict[str, dict]:
     """us: median, lowest, highest microseconds of a call, the slowest rank's; graph: whether a graph was replayed."""
-    replays = {name: several(run, name not in EAGER) for name, run in runs.items()}
+    replays = {name: several(run, calls, name not in EAGER) for name, run in runs.items()}
     times: dict[str, list[float]] = {name: [] for name in runs}
     shuffle = random.Random(0)  # the same on all ranks
     for _ in range(rounds):
@@ -239,7 +239,7 @@ def timed(runs: Runs, rounds: int) -> dict[str, dict]:
             replay()
             end.record()
             end.synchronize()
-            times[name].append(slowest(1e3 * start.elapsed_time(end) / CALLS))
+            times[name].append(slowest(1e3 * start.elapsed_time(end) / calls))
     return {
         "us": {name: [statistics.median(values), min(values), max(values)] for name, values in times.items()},
         "graph": {name: captured for name, (_, captured) in replays.items()},
@@ -281,10 +281,16 @@ def work(op: str, shape: Shape, world: int) -> Work:
     return Work(2.0 * m * n * k / world, moved * (2 if op == "matmul_all_reduce" else 1))
 
 
+def divided(op: str, shape: Shape) -> tuple[int, ...]:
+    """Sizes that the GPUs share."""
+    names = {"matmul_reduce_scatter": "mk", "all_gather_matmul": "mn", "matmul_all_reduce": "k"}[op]
+    return tuple(shape[name] for name in names)
+
+
 BENCHES = [
     Bench(
         op, "several", [dict(m=m, n=n, k=k) for m, n, k in shapes], partial(measure, op), label, told,
-        partial(work, op), quick=(0, 1, 3, 4),
+        partial(work, op), quick=(0, 1, 3, 4), divided=partial(divided, op),
     )
     for op, shapes in SHAPES.items()
 ]  # fmt: skip

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import tileweave as tw
 from tileweave.bench.adapters import attentions, joined
 from tileweave.bench.attention_case import DIM, SAMPLE, Case
-from tileweave.bench.between import Runs, checked, timed, told
+from tileweave.bench.between import CALLS, Runs, checked, timed, told
 from tileweave.bench.harness import Bench, Row, main
 from tileweave.ops.attention import reference, tolerance
 from tileweave.ops.route import Route
@@ -45,8 +45,10 @@ CASES = [
         ("ring_attention", 16, 16, True),
         ("ulysses_attention", 1, 128, True),
     )
-    for rows in (3072, 12288, 49152)
+    # 768 * 2**i for each rank, as in figures 15 and 16 of arXiv 2511.13940, whose ranks are eight.
+    for rows in (3072, 12288, 49152, 6144, 24576, 98304, 196608, 393216)
 ]
+LONG = 20e-3 * 600e12  # operations of a GPU from which on a call is so long that one is enough
 
 
 def by_pieces(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: list[int]) -> torch.Tensor:
@@ -129,6 +131,18 @@ def ulysses(case: Case, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _: Ex
 CONTENDERS = {"ring_attention": ring, "ulysses_attention": ulysses}
 
 
+def bytes_needed(case: Case) -> int:
+    """Of GPU memory, about: the whole q, k and v; k and v once more as they come, and in order; shards and results."""
+    return 2 * case.batch * case.heads * case.rows * DIM * (3 + 2 + 2 + 1)
+
+
+def divided(case: Case) -> tuple[int, ...]:
+    """Sizes that the GPUs share; of a zigzag sequence each has two pieces."""
+    if case.op == "ulysses_attention":
+        return case.rows, case.heads
+    return (case.rows // (2 if case.placement == "zigzag" else 1),)
+
+
 def measure(case: Case, rounds: int) -> Row:
     """One row."""
     rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
@@ -148,7 +162,8 @@ def measure(case: Case, rounds: int) -> Row:
 
         samples: Runs = {name: partial(of_sample, name) for name in runs}
         errors = checked(samples, truth, 2 * tolerance(torch.bfloat16))
-        found = timed({name: runs[name] for name in samples}, rounds)
+        calls = 1 if case.flop / world > LONG else CALLS
+        found = timed({name: runs[name] for name in samples}, rounds, calls)
     tw.check()
     rates = {name: case.flop / world / us[0] / 1e6 for name, us in found["us"].items()}
     return {
@@ -161,7 +176,8 @@ BENCHES = [
     Bench(
         op, "several", [dict(case=case) for case in CASES if case.op == op], measure,
         lambda shape: shape["case"].shape, told, lambda shape, world: shape["case"].work(world),
-        quick=(1,), rate="attention_tflops",
+        quick=(1,), rate="attention_tflops", needs=lambda shape: bytes_needed(shape["case"]),
+        divided=lambda shape: divided(shape["case"]),
     )
     for op in CONTENDERS
 ]  # fmt: skip

@@ -39,7 +39,7 @@ class Bench:
     returns a row, with `us` or `ms`, [median, lowest, highest] by contender, each checked before, or says why there is
     none; label: a shape as a table says it; told: a row in a line; work: of a shape for so many ranks; quick: a few of
     the shapes, by index; rate: which rate of the hardware bounds the compute; caches: what the L2 cache holds when a
-    contender starts; needs: bytes of GPU memory.
+    contender starts; needs: bytes of GPU memory; divided: sizes of which each GPU has the same share.
     """
 
     name: str
@@ -54,6 +54,7 @@ class Bench:
     rate: str = "matmul_tflops"
     caches: str = "as the other contenders leave it, on the same operands"
     needs: Callable[[Shape], int] = field(default=lambda shape: 0)
+    divided: Callable[[Shape], tuple[int, ...]] = field(default=lambda shape: ())
 
     def chosen(self, quick: bool = False, only: Sequence[str] = ("",)) -> list[Shape]:
         """The shapes whose name with the op's contains one of these texts; with `quick` a few."""
@@ -61,7 +62,10 @@ class Bench:
         return [shape for shape in shapes if any(text in f"{self.name} {self.label(shape)}" for text in only)]
 
     def row(self, shape: Shape, rounds: int, **options: Any) -> Row | str:
-        """Measure one shape; why not, where there is too little memory. Collective where there are processes."""
+        """Measure one shape; why not, where it does not suit the GPUs. Collective where there are processes."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if uneven := [size for size in self.divided(shape) if size % world]:
+            return f"{world} GPUs cannot share {uneven[0]} evenly"
         torch.cuda.empty_cache()  # what the shape before has left is of other sizes
         if (needed := self.needs(shape)) > (free := torch.cuda.mem_get_info()[0]):
             return f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free"

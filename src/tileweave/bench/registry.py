@@ -8,7 +8,7 @@ from tileweave.bench.harness import Bench
 
 MODULES = (
     "matmul", "attention", "grouped_matmul", "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce",
-    "sequence", "moe", "collectives", "between", "between_sequence",
+    "sequence", "moe", "collectives", "between", "between_sequence", "between_moe",
 )  # fmt: skip
 
 
