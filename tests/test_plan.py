@@ -8,7 +8,7 @@ import torch
 import tileweave
 from tileweave import Plan, plan
 from tileweave.cli import main
-from tileweave.plan import SIZES
+from tileweave.ops.plans import SIZES
 
 KEYS = {"mechanism", "schedule", "tile", "stages", "comm_sms", "predicted_us", "reason"}
 
@@ -53,6 +53,7 @@ def test_more_ranks_than_links_join_have_the_plain_way_over_the_network():
     within = plan("matmul_reduce_scatter", {"m": 64 * 1024}, gpu="h200", ranks=8)
     beyond = plan("matmul_reduce_scatter", {"m": 64 * 1024}, gpu="h200", ranks=64)
     assert within.fused and not beyond.fused and "more than the 8 that links join" in beyond.plan.reason
+    assert (beyond.verdict, beyond.plan.mechanism) == ("fallback", "nccl")
     assert plan("matmul_reduce_scatter", {"m": 64 * 1024}, gpu="gb200-nvl72", ranks=64).fused
 
 
@@ -65,8 +66,8 @@ def test_more_ranks_than_links_join_have_the_plain_way_over_the_network():
             "ring_attention has the sizes batch, heads, kv_heads, seq, dim, causal, got 'm'",
         ),
         (("matmul_reduce_scatter", {"m": 0}), "m must be from 1 to"),
-        (("matmul_reduce_scatter", {"n": 12}), "N = 12 is not a multiple of 8"),
-        (("ulysses_attention", {"dim": 256}), "no kernel for heads of dimension 256"),
+        (("moe_dispatch_matmul", {"topk": 300}), "topk=300 must be at most experts=256"),
+        (("ulysses_attention", {"kv_heads": 3}), "multiple of those of k and v"),
         (("all_gather_matmul", {}, torch.float32), "dtype must be torch.bfloat16 or torch.float16"),
     ],
 )
@@ -77,8 +78,64 @@ def test_what_makes_no_sense_is_refused(arguments, said):
 
 
 @pytest.mark.parametrize(
+    "arguments, options, said",
+    [
+        ((None, {}), {}, "the name of an op and a mapping of its sizes"),
+        (("matmul_reduce_scatter", "m=8"), {}, "the name of an op and a mapping of its sizes"),
+        (("matmul_reduce_scatter", {"m": 8.0}), {}, "m must be an int"),
+        (("matmul_reduce_scatter", {}, "bf16"), {}, "dtype must be a torch.dtype"),
+        (("matmul_reduce_scatter", {}), {"gpu": 3}, "gpu must be the name of a profile"),
+        (("matmul_reduce_scatter", {}), {"gpu": "h200", "ranks": "8"}, "ranks must be an int"),
+        (("matmul_reduce_scatter", {}), {"group": 3}, "group"),
+    ],
+)
+def test_what_is_of_a_wrong_type_is_refused(arguments, options, said):
+    with pytest.raises(TypeError, match=said):
+        plan(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    "op, sizes, said, plain",
+    [
+        ("matmul_reduce_scatter", {"n": 12}, "N = 12 is not a multiple of 8", True),
+        ("ring_attention", {"dim": 100}, "heads have dimension 100", False),
+        ("ulysses_attention", {"dim": 256}, "heads have dimension 256", False),
+        ("moe_dispatch_matmul", {"hidden": 7}, "H = 7 is no multiple of 8", False),
+        ("moe_dispatch_matmul", {"inner": 9}, "I = 9 is no multiple of 8", False),
+    ],
+)
+def test_what_no_kernel_serves_falls_back(op, sizes, said, plain, capsys):
+    """As the op does. What torch and NCCL take is told where that is what the fallback is."""
+    decision = plan(op, sizes, gpu="h200")
+    assert (decision.verdict, decision.fused) == ("fallback", False) and said in decision.reason
+    assert (decision.plan is not None) == plain and decision.runner_up is None and not decision.rejected
+    assert json.loads(json.dumps(decision.to_dict()))["verdict"] == "fallback"
+    shape = ",".join(f"{name}={size}" for name, size in sizes.items())
+    assert main(["plan", op, "--gpu", "h200", "--shape", shape]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+
+
+def test_attention_and_experts_are_never_given_to_nccl():
+    """The ops never go that way, even where it is predicted faster."""
+    decision = plan("moe_dispatch_matmul", {"tokens": 8 * 64}, gpu="h200")
+    nccl = next(each for each in (decision.runner_up, *decision.rejected) if each.mechanism == "nccl")
+    assert decision.fused and "the op never goes this way" in nccl.reason
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce"])
+@pytest.mark.parametrize("ranks", [2, 8, 64, 72])
+def test_the_plain_way_is_not_taken_where_a_way_of_ours_is_predicted_faster(op, ranks):
+    for m in (72 * 64, 72 * 512):
+        decision = plan(op, {"m": m, "n": 36864, "k": 36864}, gpu="gb200-nvl72", ranks=ranks)
+        every = [each.predicted_us for each in (decision.runner_up, *decision.rejected) if each.mechanism != "nccl"]
+        assert decision.fused or decision.plan.predicted_us < min(every)
+
+
+@pytest.mark.parametrize(
     "options, said",
     [
+        (["--timeline", "/"], "expected a file whose name ends in .png"),
+        (["--timeline", "timeline.txt"], "expected a file whose name ends in .png"),
         (["--ranks", "0"], "ranks must be from 1 to"),
         (["--gpu", "h300"], "gpu must be one of h100, h200, b200, gb200-nvl72"),
         (["--gpu", "none.json"], "none.json: cannot be read"),
@@ -89,6 +146,8 @@ def test_what_makes_no_sense_is_refused(arguments, said):
     ],
 )
 def test_bad_usage_of_the_command(options, said, capsys):
+    if "--timeline" in options:
+        pytest.importorskip("matplotlib")
     gpu = [] if "--gpu" in options else ["--gpu", "h100"]
     assert main(["plan", "matmul_reduce_scatter", "--json", *gpu, *options]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tileweave.ops import route as routing
 from tileweave.ops.all_gather_matmul import check as gathering
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_all_reduce import check as reducing
@@ -20,9 +21,9 @@ CUDA = torch.device("cuda")
 def predicted_faster(monkeypatch):
     """Nothing that is decided so is remembered for other tests."""
     modules = gathering, reducing, scattering
+    monkeypatch.setattr(routing, "faster_plain", lambda us, plain: "it is predicted faster" if plain else None)
     for module in modules:
         module.settle.cache_clear()
-        monkeypatch.setattr(module, "plainer", lambda site, plan, plain: "it is predicted faster")
     yield
     for module in modules:
         module.settle.cache_clear()

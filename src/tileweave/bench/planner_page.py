@@ -42,6 +42,7 @@ def by_ranks(op: str) -> dict[int, tuple[float, float, float]]:
     for ranks in RANKS:
         decision = plan(op, {"m": RACK, "n": RACK, "k": RACK}, gpu="gb200-nvl72", ranks=ranks)
         us = ways(decision)
+        assert decision.plan and decision.cost, "a product that kernels can serve"
         alone = max(decision.cost.compute_us, decision.cost.memory_us)
         found[ranks] = decision.plan.predicted_us or 0.0, us[f"{PLAIN} none"], alone
     return found

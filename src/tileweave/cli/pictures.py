@@ -7,11 +7,15 @@ from typing import Any
 
 from tileweave.cli.problem import BadUsage
 
+KINDS = (".png", ".svg", ".pdf")
+
 
 def check(option: str, path: Path) -> None:
     """Raise BadUsage unless a picture can go to `path`, which `--option` names."""
     if not find_spec("matplotlib"):
         raise BadUsage(f"--{option} needs matplotlib: pip install matplotlib")
+    if path.suffix not in KINDS or path.is_dir():
+        raise BadUsage(f"--{option} {path}: expected a file whose name ends in {', '.join(KINDS)}")
     check_folder(option, path)
 
 

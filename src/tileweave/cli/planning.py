@@ -10,7 +10,8 @@ from rich.table import Table
 
 from tileweave.cli import pictures
 from tileweave.cli.problem import DTYPES, BadUsage
-from tileweave.plan import SIZES, plan
+from tileweave.ops.plans import SIZES
+from tileweave.plan import plan
 from tileweave.planner.decision import Decision
 
 Op = Annotated[str, typer.Argument(metavar="OP", help=f"One of: {', '.join(SIZES)}.")]
@@ -58,6 +59,9 @@ def show(console: Console, decision: Decision) -> None:
     console.print(
         f"[bold]{decision.op}[/], {decision.ranks} ranks of {escape(decision.gpu)}, {decision.dtype}: {sizes}"
     )
+    console.print(f"[bold]{decision.verdict}[/]: {escape(decision.reason)}")
+    if decision.plan is None:
+        return
     table = Table(box=None, pad_edge=False, show_edge=False)
     for head in ("", "mechanism", "schedule", "tile", "SMs that communicate", "us"):
         table.add_column(head, justify="right" if head.endswith(("communicate", "us")) else "left")
@@ -82,6 +86,6 @@ def draw(decision: Decision, path: Path) -> None:
     events = decision.events
     pictures.bars(axes, list(COLORS), [(e.lane, e.start_us, e.end_us, COLORS[e.lane]) for e in events])
     axes.set_xlabel("microseconds, simulated")
-    plan = decision.plan
-    axes.set_title(f"{decision.op}, rank 0 of {decision.ranks} on {decision.gpu}: {plan.mechanism} {plan.schedule}")
+    way = f"{decision.plan.mechanism} {decision.plan.schedule}" if decision.plan else decision.verdict
+    axes.set_title(f"{decision.op}, rank 0 of {decision.ranks} on {decision.gpu}: {way}")
     pictures.save(figure, "timeline", path)

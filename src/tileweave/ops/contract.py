@@ -4,7 +4,7 @@ So a decision is made once and then found again, and all ranks come to the same 
 no part in it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +12,6 @@ import torch
 
 from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.planner import H200, Plan
-from tileweave.planner.cost import Cost
-from tileweave.planner.decision import faster_plain
 
 DTYPES = (torch.bfloat16, torch.float16)  # of operands of a fused matmul
 FP8 = torch.float8_e4m3fn
@@ -130,12 +128,6 @@ class Site(NamedTuple):
         """SMs of a kernel that takes `max_sms` of a rank at most; 0 stands for all."""
         sms = self.sms or H200.sms
         return min(sms, max_sms) if max_sms else sms
-
-
-def plainer(site: Site, plan: Plan, plain: Callable[[], Cost | None]) -> str | None:
-    """Why torch's product and NCCL's collective are taken instead of the planner's `plan`; None if they are not, as
-    where the group has another way than NCCL, or no links. All ranks come to the same."""
-    return faster_plain(plan.predicted_us or 0.0, plain()) if site.nccl else None
 
 
 def out_of_reach(site: Site, device: torch.device, name: str = "a") -> str | None:

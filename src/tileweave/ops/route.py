@@ -1,30 +1,44 @@
 """What a call will do, decided before anything is launched: the answer of `explain`."""
 
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
-from tileweave.planner import Plan
+from tileweave.ops.contract import Site
+from tileweave.planner import H200, Hardware, Plan
+from tileweave.planner.decision import faster_plain
 
 
 @dataclass(frozen=True)
 class Route:
-    """Path of one call. backend: emulated, virtual, processes or fallback; reason: why this path; plan: if fused."""
+    """Path of one call. backend: emulated, virtual, processes or fallback; reason: why this path; plan: if fused;
+    plain_us: what the cost model says of the plain way, torch's product and NCCL, where that is why it is taken."""
 
     op: str
     backend: str
     fused: bool
     reason: str
     plan: Plan | None = None
+    plain_us: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """ "fused"; "plain" where a kernel could do it, and torch and NCCL are expected to be faster; "fallback" where
+        none can, or there is nothing to compute."""
+        return "fused" if self.fused else "fallback" if self.plain_us is None else "plain"
 
     @property
     def predicted_us(self) -> float | None:
-        """Microseconds by the cost model; None where nothing is fused or the plan was made by hand."""
-        return self.plan.predicted_us if self.plan else None
+        """Microseconds by the cost model; None in a fallback, or where the plan was made by hand."""
+        return self.plan.predicted_us if self.plan else self.plain_us
 
     def to_dict(self) -> dict:
         """The route as plain values, for JSON."""
-        plan = self.plan.to_dict() if self.plan else None
-        return {**asdict(self), "plan": plan, "predicted_us": self.predicted_us}
+        return {
+            "op": self.op, "backend": self.backend, "fused": self.fused, "reason": self.reason,
+            "plan": self.plan.to_dict() if self.plan else None, "predicted_us": self.predicted_us,
+        }  # fmt: skip
 
 
 def fallback(op: str, refusal: str, way: str, plan: Plan | None = None, backend: str = "fallback") -> Route:
@@ -37,3 +51,21 @@ def fallback(op: str, refusal: str, way: str, plan: Plan | None = None, backend:
         reason += "; the plan is not used, it is one of the fused kernel"
         warnings.warn(f"{op}: plan is not used: {refusal}", stacklevel=2)
     return Route(op, backend, False, reason)
+
+
+def by_plan(
+    op: str, site: Site, problem: Any, planner: ModuleType, plan: Plan | None, way: str | None,
+    hardware: Hardware = H200,
+) -> Route:  # fmt: skip
+    """The route of a call that kernels can serve: by `plan`, or by that of the `planner`, a module with `plan_for` and
+    `plain`, for its `problem`.
+
+    way: what the plain way is; None for calls that never go it, as it does not give them what they ask for. Without a
+    plan it is taken where the group's collectives are NCCL's, each rank has a GPU of its own, and it is predicted to be
+    faster by more than the model can tell. All ranks come to the same.
+    """
+    made = plan or planner.plan_for(problem, hardware)
+    plain = planner.plain(problem, hardware) if way and plan is None and site.nccl else None
+    if why := faster_plain(made.predicted_us or 0.0, plain):
+        return Route(op, site.backend, False, f"{why}: {way}", plain_us=round(plain.total_us, 1) if plain else None)
+    return Route(op, site.backend, True, made.reason, made)

@@ -10,6 +10,7 @@ from tileweave.planner.plan import Plan
 from tileweave.planner.simulate import Event
 from tileweave.planner.timeline import timeline
 
+NEVER = "the op never goes this way"
 PLAIN = "nccl"  # the mechanism of the plain way, which is no plan of a kernel
 
 
@@ -28,33 +29,40 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What `tileweave.plan` answers. cost: the terms of the plan's prediction; runner_up: None where there is one way;
-    simulated_us, events: of a simulation of the plan's tiles and messages, what rank 0 does in it."""
+    """What `tileweave.plan` answers. verdict: as that of a `Route`, "fused", "plain" or "fallback"; reason: why; plan:
+    None in a fallback that no figure is known of; cost: the terms of its prediction; runner_up: None where there is one
+    way; simulated_us, events: of a simulation of the plan's tiles and messages, what rank 0 does in it."""
 
     op: str
     gpu: str
     ranks: int
     shape: dict[str, int]
     dtype: str
-    plan: Plan
-    cost: Cost
+    verdict: str
+    reason: str
+    plan: Plan | None
+    cost: Cost | None
     runner_up: Plan | None
     rejected: tuple[Plan, ...]
-    simulated_us: float
+    simulated_us: float | None
     events: tuple[Event, ...]
 
     @property
     def fused(self) -> bool:
-        """Whether a kernel of ours is predicted to be worth it."""
-        return self.plan.mechanism != PLAIN
+        """Whether a kernel of ours computes it."""
+        return self.verdict == "fused"
 
     def to_dict(self) -> dict[str, Any]:
         """The decision as plain values, for JSON."""
-        terms = {name: round(us, 2) for name, us in vars(self.cost).items() if name != "slowing"}
+        terms = None
+        if self.cost is not None:
+            terms = {name: round(us, 2) for name, us in vars(self.cost).items() if name != "slowing"}
+            terms |= {"bound": self.cost.bound}
         return {
             "op": self.op, "gpu": self.gpu, "ranks": self.ranks, "shape": self.shape, "dtype": self.dtype,
-            "fused": self.fused, "plan": self.plan.to_dict(), "terms": {**terms, "bound": self.cost.bound},
-            "simulated_us": round(self.simulated_us, 1),
+            "fused": self.fused, "verdict": self.verdict, "reason": self.reason,
+            "plan": self.plan.to_dict() if self.plan else None, "terms": terms,
+            "simulated_us": None if self.simulated_us is None else round(self.simulated_us, 1),
             "runner_up": self.runner_up.to_dict() if self.runner_up else None,
             "rejected": [plan.to_dict() for plan in self.rejected],
         }  # fmt: skip
@@ -68,9 +76,9 @@ def best_of_ways(found: Iterable[tuple[float, Plan]], cost: Callable[[Plan], Cos
     return [Candidate(plan, cost(plan)) for plan in best.values()]
 
 
-def plain_candidate(cost: Cost) -> Candidate:
-    """The plain way."""
-    reason = "torch's product and NCCL's collective, one after the other"
+def plain_candidate(cost: Cost, taken: bool = True) -> Candidate:
+    """The plain way, and whether the op takes it where it is faster."""
+    reason = "torch's product and NCCL's collective, one after the other" + ("" if taken else f"; {NEVER}")
     plan = Plan(PLAIN, "none", (128, 256, 64), 4, 1, 0, round(cost.total_us, 1), reason)
     return Candidate(plan, cost)
 
@@ -86,21 +94,45 @@ def faster_plain(fused_us: float, plain: Cost | None) -> str | None:
     )
 
 
-def settle(
-    op: str, hardware: Hardware, ranks: int, shape: dict[str, int], dtype: str, chosen: Candidate,
-    others: list[Candidate], plain: Candidate | None, sms: int, shard_bytes: float,
-) -> Decision:  # fmt: skip
-    """The decision between what the op takes by itself, the other ways, and the plain one."""
-    why = faster_plain(chosen.cost.total_us, plain.cost if plain else None)
-    rest = sorted([*others, *([plain] if plain else [])], key=lambda each: each.cost.total_us)
-    if why is not None and plain is not None:
-        rest = sorted([chosen, *others], key=lambda each: each.cost.total_us)
-        chosen = Candidate(replace(plain.plan, reason=why), plain.cost)
-    told = tuple(replace(each.plan, reason=objection(each, chosen, hardware, ranks, sms, shard_bytes)) for each in rest)
-    plan = replace(chosen.plan, reason=f"{chosen.plan.reason}; {terms(chosen.cost)}")
-    simulated = timeline(op, ranks, shape, plan, chosen.cost, sms, hardware)
-    runner_up = told[0] if told else None
-    return Decision(op, hardware.name, ranks, shape, dtype, plan, chosen.cost, runner_up, told[1:], *simulated)
+@dataclass(frozen=True)
+class Question:
+    """What is asked: an op on so many ranks of a GPU, sizes by name, the SMs that a rank's kernels may use."""
+
+    op: str
+    hardware: Hardware
+    ranks: int
+    shape: dict[str, int]
+    dtype: str
+    sms: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an op says to it. verdict, reason: of its route; chosen: the best of its kernels, None where none can serve
+    it; others: its other ways; plain: the plain way, None where nothing is known of it; shard_bytes: of a rank."""
+
+    verdict: str
+    reason: str
+    chosen: Candidate | None
+    others: list[Candidate]
+    plain: Candidate | None
+    shard_bytes: float
+
+
+def settle(asked: Question, found: Found) -> Decision:
+    """The decision that the op makes, beside what it leaves."""
+    of = asked.op, asked.hardware.name, asked.ranks, asked.shape, asked.dtype, found.verdict, found.reason
+    taken = found.chosen if found.verdict == "fused" else found.plain
+    if taken is None:
+        return Decision(*of, None, None, None, (), None, ())
+    rest: list[Candidate] = []
+    if found.verdict != "fallback":
+        every = found.chosen, *found.others, found.plain
+        rest = sorted((each for each in every if each and each is not taken), key=lambda each: each.cost.total_us)
+    told = tuple(replace(each.plan, reason=objection(each, taken, asked, found.shard_bytes)) for each in rest)
+    plan = replace(taken.plan, reason=f"{found.reason}; {terms(taken.cost)}")
+    simulated = timeline(asked.op, asked.ranks, asked.shape, plan, taken.cost, asked.sms, asked.hardware)
+    return Decision(*of, plan, taken.cost, told[0] if told else None, told[1:], *simulated)
 
 
 def terms(cost: Cost) -> str:
@@ -113,20 +145,22 @@ def terms(cost: Cost) -> str:
     return ", ".join(parts)
 
 
-def objection(each: Candidate, chosen: Candidate, hardware: Hardware, ranks: int, sms: int, shard_bytes: float) -> str:
+def objection(each: Candidate, chosen: Candidate, asked: Question, shard_bytes: float) -> str:
     """Why a candidate was not chosen, in numbers."""
     more = each.cost.total_us / chosen.cost.total_us - 1
     head = f"{each.cost.total_us:.0f} us, {abs(more):.0%} {'more' if more >= 0 else 'less'} than what is taken"
-    if 0 > more > -ERROR:
+    if 0 > more > -ERROR and each.plan.mechanism != PLAIN:
         head += ", which is within the model's error, and was never measured to be faster"
-    return f"{head}: {_way_says(each, chosen, hardware, sms, shard_bytes)}"
+    return f"{head}: {_way_says(each, chosen, asked.hardware, asked.sms, shard_bytes)}"
 
 
 def _way_says(each: Candidate, chosen: Candidate, hardware: Hardware, sms: int, shard_bytes: float) -> str:
     plan, cost = each.plan, each.cost
     mechanism, schedule = each.way
     if mechanism == PLAIN:
-        return f"NCCL's {cost.exposed_us:.0f} us follow a product of {max(cost.compute_us, cost.memory_us):.0f} us"
+        never = f"; {NEVER}" if plan.reason.endswith(NEVER) else ""
+        product = max(cost.compute_us, cost.memory_us)
+        return f"NCCL's {cost.exposed_us:.0f} us follow a product of {product:.0f} us{never}"
     if mechanism == "copy_engine":
         took = hardware.transfer_us("copy_engine", "put", shard_bytes)
         share = shard_bytes / took / 1e3 / hardware.link_nominal_gb_per_s if took else 0.0

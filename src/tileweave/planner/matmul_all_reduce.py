@@ -203,9 +203,12 @@ def _collective_us(problem: Problem, hardware: Hardware) -> float:
 
 
 def ways(problem: Problem) -> list[Way]:
-    """What the planner tries: what runs in one kernel, in the fabric where there is multicast."""
+    """What the planner tries: what runs in one kernel, in the fabric where there is multicast; two where a kernel has
+    too few flags for two shots."""
     if problem.world == 1:
         return [("tma", "none", 0)]
+    if 2 * problem.world > OWN_FLAGS:
+        return [("tma", "one_shot", 0), ("tma", "none", 0)]
     inside = [("multimem", "inter_sm", comm_sms) for comm_sms in COMM_SMS] if problem.multicast else []
     return [("tma", "one_shot", 0), ("tma", "intra_sm", 0), *inside]
 
@@ -233,8 +236,9 @@ def candidates(
     return sorted(found, key=lambda each: each[0])
 
 
+ALONE = "one rank, so nothing is summed: a plain matmul"
+BEHIND = "more ranks than two shots have flags for: the product, then an all-reduce of our own"
 WAYS = {
-    "none": "one rank, so nothing is summed: a plain matmul",
     "one_shot": (
         "little to send, so every rank gets all parts and sums them (one shot, TMA store to a place per source)"
     ),
@@ -253,9 +257,10 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model."""
     cost, plan = candidates(problem, hardware)[0]
     tiles = count_tiles(problem, plan)
+    way = WAYS.get(plan.schedule, ALONE if problem.world == 1 else BEHIND)
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"
     last = f", those of the last wave shared by {plan.split} each," if plan.split > 1 else ""
     size = f"{plan.tile[0]} x {plan.tile[1]}"
     sms = f"{computing(problem, plan)} SMs" + (f" beside {plan.comm_sms} communicators" if plan.comm_sms else "")
-    reason = f"{WAYS[plan.schedule]}; {count} of {size}{last} on {sms} is the cheapest tiling"
+    reason = f"{way}; {count} of {size}{last} on {sms} is the cheapest tiling"
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

@@ -8,7 +8,7 @@ import torch
 from tests.compiling import CompilingFabric, meta
 from tests.ops.grouped_matmul.variants import VARIANTS
 from tileweave import Plan
-from tileweave.ops.contract import Like
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.grouped_matmul.check import check, choose
 from tileweave.ops.grouped_matmul.launch import fused
 
@@ -20,7 +20,7 @@ def reports(dtype, rows, experts, k, n, transposed, tile, stages) -> list[dict]:
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     offsets = meta(experts, dtype=torch.int32)
     call = check(Like.of(x), Like.of(w), Like.of(offsets))
-    plan = choose(fabric, call, fabric.device, Plan(tile=tile, stages=stages) if tile else None).plan
+    plan = choose(Site.of(fabric), call, fabric.device, Plan(tile=tile, stages=stages) if tile else None).plan
     fused(fabric, call, x, w, offsets, plan)
     return fabric.reports
 

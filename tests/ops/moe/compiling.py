@@ -8,6 +8,7 @@ import torch
 from tests.compiling import CompilingFabric, meta
 from tests.ops.moe.variants import COMBINE_VARIANTS, VARIANTS
 from tileweave import Plan, TokenRoute
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.moe import combine_launch
 from tileweave.ops.moe.check import choose, choose_combine
 from tileweave.ops.moe.launch import fused
@@ -28,7 +29,7 @@ def dispatch_report(dtype, world, gated, silu, transposed, tiling) -> dict:
     x, w = meta(512, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     plan = None if tiling is None else Plan("tma", "inter_sm", tiling[0], tiling[1], comm_sms=8)
-    plan = choose(fabric, x, w, gated, Experts(16 * world, world), 1024, plan).plan
+    plan = choose(Site.of(fabric), Like.of(w), gated, Experts(16 * world, world), 1024, plan).plan
     r, index = route_of(world, None), meta(512, 2, dtype=torch.int32)
     lists = index, r.offsets, r.row_slot, r.token_slot, r.place, r.totals, r.slots
     fused(fabric, x, w, w if gated else None, *lists, 1024, silu, plan)
@@ -41,7 +42,7 @@ def combine_report(dtype, world, weighted, transposed, tiling) -> dict:
     h, w = meta(1024, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     plan = None if tiling is None else Plan("register", "intra_sm", *tiling)
-    plan = choose_combine(fabric, h, w, plan).plan
+    plan = choose_combine(Site.of(fabric), h.shape[0], Like.of(w), plan).plan
     r = route_of(world, meta(1024, dtype=torch.float32) if weighted else None)
     lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.home, r.slots, r.homes
     combine_launch.fused(fabric, h, w, *lists, plan)

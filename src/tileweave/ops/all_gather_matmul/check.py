@@ -19,14 +19,15 @@ from tileweave.ops.contract import (
     check_plan,
     check_scale,
     out_of_reach,
-    plainer,
     unaligned,
 )
-from tileweave.ops.route import Route, fallback
-from tileweave.planner import Plan
-from tileweave.planner.all_gather_matmul import Problem, plain, plan_for, unsupported
+from tileweave.ops.route import Route, by_plan, fallback
+from tileweave.planner import H200, Hardware, Plan
+from tileweave.planner import all_gather_matmul as planner
+from tileweave.planner.all_gather_matmul import Problem, unsupported
 
 NAME = "all_gather_matmul"
+WAY = "the group's all-gather, then torch.matmul"  # without a kernel
 MAX_B = 3  # matrices that the kernel has arguments for
 
 
@@ -142,23 +143,21 @@ def settle(
     return call, choose(site, call, a.device, plan)
 
 
-def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan."""
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
-    if plan is not None and (why := unsupported(problem, plan) or impossible(site, plan)):
+    if plan is not None and (why := unsupported(problem, plan, hardware) or impossible(site, plan)):
         raise ValueError(f"{NAME}: {why}")
     if call.local:
         return Route(NAME, site.backend, False, "there is nothing to gather, nor to launch")
     if refusal is None and sum(call.ns) == 0:
         refusal = "the results but for the gathered rows are empty"
     if refusal:
-        return fallback(NAME, refusal, "the group's all-gather, then torch.matmul", plan)
-    made = plan or plan_for(problem)
+        return fallback(NAME, refusal, WAY, plan)
     # torch multiplies float8 with scales in float32, which is not what is predicted of it, and leaves no SMs to others.
-    if plan is None and not (call.scaled or call.max_sms) and (why := plainer(site, made, lambda: plain(problem))):
-        return fallback(NAME, why, "the group's all-gather, then torch.matmul", backend=site.backend)
-    return Route(NAME, site.backend, True, made.reason, made)
+    way = None if call.scaled or call.max_sms else WAY
+    return by_plan(NAME, site, problem, planner, plan, way, hardware)
 
 
 def impossible(site: Site, plan: Plan) -> str | None:

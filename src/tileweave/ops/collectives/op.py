@@ -9,6 +9,7 @@ from tileweave.fabric import fabric_of, group_name
 from tileweave.ops.collectives.check import check, check_kinds
 from tileweave.ops.collectives.operator import OPERATORS, OPTIONS, run
 from tileweave.ops.collectives.passes import choose
+from tileweave.ops.contract import Site
 from tileweave.ops.registration import is_plain, refuse_forward_mode
 from tileweave.ops.route import Route
 
@@ -132,7 +133,7 @@ def _route(name: str, x: Any, group: Any, *options: Any) -> Route:
     """What a call would do; launches nothing, raises what it would raise."""
     check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
     fabric = fabric_of(group, x.device)
-    return choose(fabric, check(name, fabric.world_size, x, *options), x.device)
+    return choose(Site.of(fabric), check(name, fabric.world_size, x, *options), x.device)
 
 
 ROUTES: dict[str, Callable[..., Route]] = {

@@ -24,7 +24,7 @@ from tileweave.fabric import Fabric, group_size, named_fabric
 from tileweave.ops.collectives.check import check, check_kinds
 from tileweave.ops.collectives.launch import CHANNEL, prepare, unfused
 from tileweave.ops.collectives.passes import choose
-from tileweave.ops.contract import Agreement
+from tileweave.ops.contract import Agreement, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.registration import recall, remember
 
@@ -47,7 +47,7 @@ def run(fabric: Fabric, name: str, x: torch.Tensor, *options: Any) -> torch.Tens
         return prepared.launch(fabric, x)
     check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
     call = check(name, fabric.world_size, x, *options)
-    route = choose(fabric, call, x.device)
+    route = choose(Site.of(fabric), call, x.device)
     agreement = Agreement(name, call, route.fused)
     if fabric.compares:
         fabric.agree(agreement)

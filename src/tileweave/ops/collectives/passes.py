@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.fabric.base import FLAGS
 from tileweave.ops.collectives.check import Call
+from tileweave.ops.contract import Site, out_of_reach
 from tileweave.ops.route import Route, fallback
 
 LINE_BYTES = 16  # the widest access of a thread
@@ -127,16 +127,12 @@ def _elements(dtype: torch.dtype, unit: int, reduction: str | None) -> tuple[tor
     return dtype, unit // dtype.itemsize
 
 
-def choose(fabric: Fabric, call: Call, device: torch.device) -> Route:
+def choose(site: Site, call: Call, device: torch.device) -> Route:
     """The path of a call."""
-    world = fabric.world_size
+    world = site.world
     if world == 1:
-        return Route(call.name, fabric.backend, False, "the world has one rank: the result is a copy of x")
-    refusal = fabric.refusal()
-    if refusal is None and world > MAX_RANKS:
-        refusal = f"the group has {world} ranks, more than the {MAX_RANKS} that a channel has words for"
-    if refusal is None and device.type != fabric.device.type:
-        refusal = f"x is on {device}, the ranks of this world are on {fabric.device}"
+        return Route(call.name, site.backend, False, "the world has one rank: the result is a copy of x")
+    refusal = out_of_reach(site, device, "x")
     if refusal is None and call.reduction and call.dtype not in SUMMED:
         refusal = f"the kernel sums bfloat16, float16 and float32, not {call.dtype}"
     empty = 0 in call.out_shape
@@ -145,8 +141,8 @@ def choose(fabric: Fabric, call: Call, device: torch.device) -> Route:
     if refusal:
         return fallback(call.name, refusal, "the group's own collective")
     if empty:
-        return Route(call.name, fabric.backend, False, "the result is empty: nothing to launch")
-    return Route(call.name, fabric.backend, True, "; then ".join(_describe(p, fabric) for p in passes(call, world)))
+        return Route(call.name, site.backend, False, "the result is empty: nothing to launch")
+    return Route(call.name, site.backend, True, "; then ".join(_describe(p, site) for p in passes(call, world)))
 
 
 def _too_large(first: Pass) -> str | None:
@@ -155,10 +151,10 @@ def _too_large(first: Pass) -> str | None:
     return f"a part has {first.part} units of {first.unit_bytes} bytes, more than the {MAX_UNITS} that are counted"
 
 
-def _describe(p: Pass, fabric: Fabric) -> str:
-    shares = p.shares(fabric.world_size, fabric.sms)
+def _describe(p: Pass, site: Site) -> str:
+    shares = p.shares(site.world, site.sms)
     return (
-        f"a grid of {shares.grid} lays out {p.slot_bytes(fabric.world_size)} bytes and "
+        f"a grid of {shares.grid} lays out {p.slot_bytes(site.world)} bytes and "
         f"{'sums' if p.reduction else 'takes'} {p.part * p.unit_bytes} of every rank, "
         f"by {p.unit_bytes}-byte accesses, steps: {shares.steps}"
     )

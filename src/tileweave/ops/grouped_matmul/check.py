@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tileweave.fabric import Fabric
-from tileweave.ops.contract import DTYPES, Like, check_dense, check_plan, unaligned
+from tileweave.ops.contract import DTYPES, Like, Site, check_dense, check_plan, out_of_reach, unaligned
 from tileweave.ops.route import Route, fallback
-from tileweave.planner import H200, Plan
+from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.moe import GroupedProblem, plan_for, unsupported
 
 NAME = "grouped_matmul"
@@ -61,20 +60,18 @@ def check_offsets(offsets: torch.Tensor) -> None:
         )
 
 
-def choose(fabric: Fabric, call: Call, device: torch.device, plan: Plan | None) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan."""
-    problem = GroupedProblem(call.rows, call.experts, call.n, call.k, fabric.sms or H200.sms)
-    if plan is not None and (why := unsupported(problem, plan)):
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    problem = GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0))
+    if plan is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
-    refusal = fabric.refusal() or unaddressable(call)
-    if refusal is None and device.type != fabric.device.type:
-        refusal = f"x is on {device}, the ranks of this world are on {fabric.device}"
+    refusal = out_of_reach(site, device, "x") or unaddressable(call)
     if refusal:
         return fallback(NAME, refusal, "a torch.matmul for each expert", plan)
     if call.n == 0 or call.k == 0:
-        return Route(NAME, fabric.backend, False, "nothing to multiply")
-    plan = plan or plan_for(problem)
-    return Route(NAME, fabric.backend, True, plan.reason, plan)
+        return Route(NAME, site.backend, False, "nothing to multiply")
+    plan = plan or plan_for(problem, hardware)
+    return Route(NAME, site.backend, True, plan.reason, plan)
 
 
 def unaddressable(call: Call) -> str | None:

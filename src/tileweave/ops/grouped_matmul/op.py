@@ -13,7 +13,7 @@ and the second, x_e^T G_e for each expert e, is torch's grouped_mm for bfloat16 
 import torch
 
 from tileweave.fabric import local_fabric
-from tileweave.ops.contract import Like, operand_dtype
+from tileweave.ops.contract import Like, Site, operand_dtype
 from tileweave.ops.grouped_matmul.check import NAME, check, check_kinds, check_offsets, choose
 from tileweave.ops.grouped_matmul.launch import fused, unfused, unfused_outer
 from tileweave.ops.library import LIBRARY, TAGS
@@ -62,7 +62,7 @@ def route(x, w, offsets, *, plan=None) -> Route:
     check_kinds(x, w, offsets, plan)
     of_x, of_w = (Like(each.shape, operand_dtype(each), each.device) for each in (x, w))
     call = check(of_x, of_w, Like(offsets.shape, offsets.dtype, offsets.device))
-    return choose(local_fabric(x.device), call, x.device, plan)
+    return choose(Site.of(local_fabric(x.device)), call, x.device, plan)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
@@ -70,7 +70,7 @@ def _run(x, w, offsets, plan):
     """The operator's implementation."""
     call = check(Like.of(x), Like.of(w), Like.of(offsets))
     fabric = local_fabric(x.device)
-    chosen = choose(fabric, call, x.device, read_plan(plan)).plan
+    chosen = choose(Site.of(fabric), call, x.device, read_plan(plan)).plan
     if not offsets.is_cuda or (fabric.debug and not torch.cuda.is_current_stream_capturing()):
         check_offsets(offsets)
     return unfused(x, w, offsets) if chosen is None else fused(fabric, call, x, w, offsets, chosen)

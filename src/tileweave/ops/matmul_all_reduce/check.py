@@ -19,14 +19,15 @@ from tileweave.ops.contract import (
     check_max_sms,
     check_plan,
     out_of_reach,
-    plainer,
     unaligned,
 )
-from tileweave.ops.route import Route, fallback
-from tileweave.planner import Plan
-from tileweave.planner.matmul_all_reduce import Problem, plain, plan_for, unsupported
+from tileweave.ops.route import Route, by_plan, fallback
+from tileweave.planner import H200, Hardware, Plan
+from tileweave.planner import matmul_all_reduce as planner
+from tileweave.planner.matmul_all_reduce import Problem, unsupported
 
 NAME = "matmul_all_reduce"
+WAY = "torch.matmul, then the group's all-reduce"  # without a kernel
 
 
 class Options(NamedTuple):
@@ -102,25 +103,22 @@ def settle(
     return call, choose(site, call, a.device, plan)
 
 
-def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan."""
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and plan.mechanism == "multimem" and site.unicast:
         raise ValueError(f"{NAME}: plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do")
-    if plan is not None and (why := unsupported(problem, plan)):
+    if plan is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
-        return fallback(NAME, refusal, "torch.matmul, then the group's all-reduce", plan)
+        return fallback(NAME, refusal, WAY, plan)
     if call.m == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
-    made = plan or plan_for(problem)
     # What is predicted of the plain way has neither a fixed order nor kernels of its own for the residual and the norm,
     # and leaves no SMs to others.
     ordinary = not (call.options.deterministic or call.options.max_sms or call.residual or call.norm)
-    if plan is None and ordinary and (why := plainer(site, made, lambda: plain(problem))):
-        return fallback(NAME, why, "torch.matmul, then the group's all-reduce", backend=site.backend)
-    return Route(NAME, site.backend, True, made.reason, made)
+    return by_plan(NAME, site, problem, planner, plan, WAY if ordinary else None, hardware)
 
 
 def problem_of(site: Site, call: Call) -> Problem:

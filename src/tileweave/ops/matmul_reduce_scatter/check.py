@@ -16,14 +16,14 @@ from tileweave.ops.contract import (
     check_plan,
     check_scale,
     out_of_reach,
-    plainer,
     unaligned,
 )
-from tileweave.ops.route import Route, fallback
-from tileweave.planner import Plan, Problem, plan_for, unsupported
-from tileweave.planner.plan import plain
+from tileweave.ops.route import Route, by_plan, fallback
+from tileweave.planner import H200, Hardware, Plan, Problem, unsupported
+from tileweave.planner import plan as planner
 
 NAME = "matmul_reduce_scatter"
+WAY = "torch.matmul, then the group's reduce-scatter"  # without a kernel
 REDUCTIONS = ("sum", "avg")
 
 
@@ -112,20 +112,18 @@ def settle(
     return call, choose(site, call, a.device, plan)
 
 
-def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan."""
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
-    if plan is not None and (why := unsupported(problem, plan)):
+    if plan is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
-        return fallback(NAME, refusal, "torch.matmul, then the group's reduce-scatter", plan)
+        return fallback(NAME, refusal, WAY, plan)
     if call.rows == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
-    made = plan or plan_for(problem)
-    if plan is None and plain_alike(call, site.world) and (why := plainer(site, made, lambda: plain(problem))):
-        return fallback(NAME, why, "torch.matmul, then the group's reduce-scatter", backend=site.backend)
-    return Route(NAME, site.backend, True, made.reason, made)
+    way = WAY if plain_alike(call, site.world) else None
+    return by_plan(NAME, site, problem, planner, plan, way, hardware)
 
 
 def plain_alike(call: Call, world: int) -> bool:

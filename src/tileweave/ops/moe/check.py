@@ -4,12 +4,11 @@ from typing import Any
 
 import torch
 
-from tileweave.fabric import Fabric
-from tileweave.ops.contract import DTYPES, check_dense
+from tileweave.ops.contract import DTYPES, Like, Site, check_dense, out_of_reach
 from tileweave.ops.moe.kernel import STEPS
 from tileweave.ops.moe.routing import Experts, TokenRoute
 from tileweave.ops.route import Route, fallback
-from tileweave.planner import H200, Plan
+from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.moe import (
     DispatchProblem,
     GroupedProblem,
@@ -100,31 +99,32 @@ def check_own(experts: Experts, rank: int, own: int) -> None:
 
 
 def choose(
-    fabric: Fabric, x: torch.Tensor, w: torch.Tensor, gated: bool, experts: Experts, most: int | None, plan: Plan | None
+    site: Site, w: Like, gated: bool, experts: Experts, most: int | None, plan: Plan | None, hardware: Hardware = H200
 ) -> Route:
     """The path of a dispatch, the same on all ranks; ValueError if it cannot follow the plan. most: rows of the rank
-    with most of them; None where only the call itself will know."""
-    problem = DispatchProblem(
-        experts.world, experts.most, w.shape[2], w.shape[1], fabric.sms or H200.sms, 2 if gated else 1
-    )
-    if plan is not None and (why := unsupported_dispatch(problem, plan)):
+    with most of them; None where only the call itself will know; hardware: that of the planner, if not an H200."""
+    problem = problem_of(site, w, gated, experts)
+    if plan is not None and (why := unsupported_dispatch(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
-    refusal = fabric.refusal()
-    if refusal is None and x.device.type != fabric.device.type:
-        refusal = f"x is on {x.device}, the ranks of this world are on {fabric.device}"
+    refusal = out_of_reach(site, w.device, "x")
     for name, size in (("H", w.shape[1]), ("I", w.shape[2])):
         if refusal is None and (size % 8 or size == 0):
             refusal = f"{name} = {size} is no multiple of 8, so rows are not 16-byte aligned as TMA needs"
     refusal = refusal or unfusable(problem)
-    taken = plan or (dispatch_plan_for(problem) if refusal is None else None)
+    taken = plan or (dispatch_plan_for(problem, hardware) if refusal is None else None)
     limit = most_rows(problem, taken) if taken else 0
     if refusal is None and most is not None and taken and most > limit:
         refusal = f"a rank may have {most} rows, the flags of {placers_of(taken)} SMs that place can count {limit}"
     if refusal or taken is None:
         way = "tokens by the group's all-to-all, then grouped_matmul"
-        return fallback(NAME, refusal or "no plan fits", way, plan, fabric.backend)
+        return fallback(NAME, refusal or "no plan fits", way, plan, site.backend)
     until = "" if most is not None else f"; if a rank comes to have more than {limit} rows, the group's all-to-all"
-    return Route(NAME, fabric.backend, True, taken.reason + until, taken)
+    return Route(NAME, site.backend, True, taken.reason + until, taken)
+
+
+def problem_of(site: Site, w: Like, gated: bool, experts: Experts) -> DispatchProblem:
+    """A dispatch as the planner sees it."""
+    return DispatchProblem(site.world, experts.most, w.shape[2], w.shape[1], site.usable(0), 2 if gated else 1)
 
 
 def most_rows(problem: DispatchProblem, plan: Plan) -> int:
@@ -161,18 +161,17 @@ def check_combine(h: Any, w: Any, route: Any, world: int, plan: Any) -> None:
         )
 
 
-def choose_combine(fabric: Fabric, h: Any, w: Any, plan: Plan | None) -> Route:
-    """The path of a matmul + combine, the same on all ranks; ValueError if it cannot follow the plan."""
-    if plan is not None and (why := unsupported_combine(plan)):
+def choose_combine(site: Site, rows: int, w: Like, plan: Plan | None, hardware: Hardware = H200) -> Route:
+    """The path of a matmul of so many rows + combine, the same on all ranks; ValueError if it cannot follow the plan.
+    hardware: that of the planner, if not an H200."""
+    if plan is not None and (why := unsupported_combine(plan, hardware)):
         raise ValueError(f"{COMBINE}: {why}")
-    refusal = fabric.refusal() or uncombinable(fabric.world_size, w.shape[2], w.shape[1])
-    if refusal is None and h.device.type != fabric.device.type:
-        refusal = f"h is on {h.device}, the ranks of this world are on {fabric.device}"
+    refusal = out_of_reach(site, w.device, "h") or uncombinable(site.world, w.shape[2], w.shape[1])
     if refusal:
-        return fallback(COMBINE, refusal, "grouped_matmul, then rows by the group's all-to-all", plan, fabric.backend)
-    problem = GroupedProblem(h.shape[0], w.shape[0], w.shape[2], w.shape[1], fabric.sms or H200.sms)
-    plan = plan or combine_plan_for(problem)
-    return Route(COMBINE, fabric.backend, True, plan.reason, plan)
+        return fallback(COMBINE, refusal, "grouped_matmul, then rows by the group's all-to-all", plan, site.backend)
+    problem = GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0))
+    plan = plan or combine_plan_for(problem, hardware)
+    return Route(COMBINE, site.backend, True, plan.reason, plan)
 
 
 def _check_count(name: str, value: Any) -> None:

@@ -16,7 +16,7 @@ so a backward pass is a collective too, and the products are not computed again.
 import torch
 
 from tileweave.fabric import named_fabric
-from tileweave.ops.contract import Agreement, asks
+from tileweave.ops.contract import Agreement, Like, Site, asks
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.moe.check import COMBINE, choose_combine
 from tileweave.ops.moe.combine_launch import fused
@@ -35,7 +35,7 @@ OPERATOR = torch.ops.tileweave.moe_matmul_combine.default
 def _run(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes, group_name, plan):
     """The operator's implementation."""
     fabric = named_fabric(group_name, h.device)
-    chosen = choose_combine(fabric, h, w, read_plan(plan))
+    chosen = choose_combine(Site.of(fabric), h.shape[0], Like.of(w), read_plan(plan))
     if fabric.compares:
         asked = asks(
             dtype=h.dtype, I=w.shape[1], H=w.shape[2], slots=slots, homes=homes, weighted=row_weight is not None

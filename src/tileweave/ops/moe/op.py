@@ -3,7 +3,7 @@
 import torch
 
 from tileweave.fabric import fabric_of, group_name, group_size
-from tileweave.ops.contract import operand_dtype
+from tileweave.ops.contract import Like, Site, operand_dtype
 from tileweave.ops.moe.check import (
     check_combine,
     check_dispatch,
@@ -161,7 +161,7 @@ def explain_combine(h, w, route, group=None, *, plan=None) -> Route:
     h, w = _cast(h, w)
     fabric = fabric_of(_group_of(route, group), getattr(h, "device", None))
     check_combine(h, w, route, fabric.world_size, plan)
-    return choose_combine(fabric, h, w, plan)
+    return choose_combine(Site.of(fabric), h.shape[0], Like(w.shape, w.dtype, w.device), plan)
 
 
 def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity=None, activation=None, w_gate=None,
@@ -173,4 +173,4 @@ def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity
         fabric.world_size, x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens, plan
     )
     check_own(found, fabric.rank, w.shape[0])
-    return choose(fabric, x, w, w_gate is not None, found, capacity, plan)
+    return choose(Site.of(fabric), Like(w.shape, w.dtype, w.device), w_gate is not None, found, capacity, plan)

@@ -19,7 +19,7 @@ so a backward pass is a collective too.
 import torch
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.contract import Agreement, asks
+from tileweave.ops.contract import Agreement, Like, Site, asks
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.moe.check import NAME, check_own, choose, unknown_experts
 from tileweave.ops.moe.launch import fused
@@ -73,7 +73,7 @@ def _run(
     """The operator's implementation."""
     fabric = named_fabric(group_name, x.device)
     experts = Experts(totals.shape[0], fabric.world_size)
-    chosen = choose(fabric, x, w, w_gate is not None, experts, most, read_plan(plan))
+    chosen = choose(Site.of(fabric), Like.of(w), w_gate is not None, experts, most, read_plan(plan))
     if fabric.compares:
         sizes = asks(
             dtype=x.dtype, H=w.shape[1], I=w.shape[2], slots=slots, most=most, gated=w_gate is not None, silu=silu

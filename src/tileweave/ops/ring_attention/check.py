@@ -15,7 +15,7 @@ from tileweave.ops.sequence import contract
 from tileweave.ops.sequence.contract import BLOCKS, check_packed, check_shape, decide, unfusable
 from tileweave.ops.sequence.packed import Block, blocks_between
 from tileweave.ops.sequence.placement import PLACEMENTS, pieces
-from tileweave.planner import H200, Plan
+from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.attention import TWO_BLOCKS, Problem, padded_dim, unsupported
 
 NAME = "ring_attention"
@@ -120,13 +120,13 @@ def settle(
     return call, choose(site, call, q.device, plan)
 
 
-def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan."""
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     problem = problem_of(site, call)
-    if plan is not None and problem is not None and (why := unsupported(problem, plan)):
+    if plan is not None and problem is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
     way = "PyTorch's attention for each rank's keys in turn, put together in float32"
-    return decide(site, call, problem, unfusable(site, call, device), plan, way)
+    return decide(site, call, problem, unfusable(site, call, device), plan, way, hardware)
 
 
 def problem_of(site: Site, call: Call) -> Problem | None:

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from tileweave.ops.contract import DTYPES, Like, Site, check_dense, check_plan, out_of_reach
-from tileweave.ops.route import Route, fallback
-from tileweave.planner import Plan
-from tileweave.planner.attention import DIMS, Problem, padded_dim, plan_for
+from tileweave.ops.route import Route, by_plan, fallback
+from tileweave.planner import H200, Hardware, Plan
+from tileweave.planner import attention as planner
+from tileweave.planner.attention import DIMS, Problem, padded_dim
 
 LAYOUTS = ("bhsd", "bshd")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -166,11 +167,13 @@ def unfusable(site: Site, call: Call, device: torch.device) -> str | None:
     return None
 
 
-def decide(site: Site, call: Call, problem: Problem | None, refusal: str | None, plan: Plan | None, way: str) -> Route:
+def decide(
+    site: Site, call: Call, problem: Problem | None, refusal: str | None, plan: Plan | None, way: str,
+    hardware: Hardware = H200,
+) -> Route:  # fmt: skip
     """The path of a call: by the plan, or the planner's for `problem`, unless there is a `refusal`; then the `way`."""
     if call.empty:
         return Route(call.op, site.backend, False, "no query has anything to attend to: nothing to launch")
     if refusal or problem is None:
         return fallback(call.op, refusal or "no tile has these heads", way, plan)
-    plan = plan or plan_for(problem)
-    return Route(call.op, site.backend, True, plan.reason, plan)
+    return by_plan(call.op, site, problem, planner, plan, None, hardware)

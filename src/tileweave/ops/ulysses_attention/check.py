@@ -11,7 +11,7 @@ from tileweave.ops.contract import Like, Site
 from tileweave.ops.route import Route
 from tileweave.ops.sequence import contract
 from tileweave.ops.sequence.contract import BLOCKS, check_packed, check_shape, decide, unfusable
-from tileweave.planner import H200, Plan
+from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.attention import ROWS, Problem, padded_dim, unsupported
 
 NAME = "ulysses_attention"
@@ -87,15 +87,15 @@ def settle(
     return call, choose(site, call, q.device, plan)
 
 
-def choose(site: Site, call: Call, device: torch.device, plan: Plan | None) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan."""
+def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
+    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     refusal = unfusable(site, call, device)
     problem = problem_of(site, call)
     if problem is None and refusal is None:
         refusal = f"heads have dimension {call.shape.dim}, the kernel takes up to 128"
-    if plan is not None and problem is not None and (why := unsupported(problem, plan) or too_narrow(plan)):
+    if plan is not None and problem is not None and (why := unsupported(problem, plan, hardware) or too_narrow(plan)):
         raise ValueError(f"{NAME}: {why}")
-    return decide(site, call, problem, refusal, plan, "all-to-all, PyTorch's attention, all-to-all")
+    return decide(site, call, problem, refusal, plan, "all-to-all, PyTorch's attention, all-to-all", hardware)
 
 
 def too_narrow(plan: Plan) -> str | None:

@@ -1,0 +1,152 @@
+"""What each op says to a question about a shape: what its own route is, and what that leaves; for `tileweave.plan`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tileweave.ops.all_gather_matmul import check as gather_check
+from tileweave.ops.contract import Like, Site
+from tileweave.ops.matmul_all_reduce import check as reduce_check
+from tileweave.ops.matmul_reduce_scatter import check as scatter_check
+from tileweave.ops.moe import check as moe_check
+from tileweave.ops.moe.routing import Experts
+from tileweave.ops.ring_attention import check as ring_check
+from tileweave.ops.route import Route
+from tileweave.ops.ulysses_attention import check as ulysses_check
+from tileweave.planner import all_gather_matmul, attention, matmul_all_reduce, moe
+from tileweave.planner import plan as matmul_reduce_scatter
+from tileweave.planner.cost import Cost
+from tileweave.planner.decision import Candidate, Found, best_of_ways, plain_candidate
+from tileweave.planner.hardware import Hardware
+from tileweave.planner.plan import Plan
+from tileweave.planner.tiling import BY_OPERAND_BYTES
+
+Sizes = dict[str, int]
+MATMUL = {"m": 8192, "n": 8192, "k": 8192}
+ATTENTION = {"batch": 1, "heads": 32, "kv_heads": 32, "seq": 32768, "dim": 128, "causal": 0}
+# The sizes of each op's whole problem, with what they are where they are left out.
+SIZES: dict[str, Sizes] = {
+    "matmul_reduce_scatter": MATMUL,
+    "all_gather_matmul": MATMUL,
+    "matmul_all_reduce": MATMUL,
+    "ring_attention": ATTENTION,
+    "ulysses_attention": ATTENTION,
+    "moe_dispatch_matmul": {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8},
+}
+# Of these each rank has its share.
+SHARED = {
+    "matmul_reduce_scatter": ("m", "k"), "all_gather_matmul": ("m", "n"), "matmul_all_reduce": ("k",),
+    "ring_attention": ("seq",), "ulysses_attention": ("seq", "heads"), "moe_dispatch_matmul": ("tokens", "experts"),
+}  # fmt: skip
+
+
+def _like(site: Site, dtype: torch.dtype, *shape: int) -> Like:
+    return Like(torch.Size(shape), dtype, site.device)
+
+
+@dataclass(frozen=True)
+class _Matmul:
+    """A matmul fused with a collective: its planner; the problem and the op's route by site, sizes, dtype and profile;
+    the bytes of a rank's shard by sizes and ranks."""
+
+    planner: ModuleType
+    ask: Callable[[Site, Sizes, torch.dtype, Hardware], tuple[Any, Route]]
+    shard: Callable[[Sizes, int], float]
+
+    def __call__(self, op, site: Site, sizes: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
+        problem, route = self.ask(site, sizes, dtype, hardware)
+        cost = self.planner.plain(problem, hardware) if site.nccl else None
+        plain = plain_candidate(cost) if cost else None
+        if route.verdict == "fallback":
+            return Found(route.verdict, route.reason, None, [], plain, 0.0)
+
+        def cost_of(plan: Plan) -> Cost:
+            tiling = next(each for each in BY_OPERAND_BYTES[2] if each.tile == plan.tile)
+            return self.planner.cost_of(problem, plan, tiling, hardware)
+
+        tried = best_of_ways(self.planner.candidates(problem, hardware), cost_of)
+        further = best_of_ways(self.planner.candidates(problem, hardware, self.planner.further_ways(problem)), cost_of)
+        every = {each.way: each for each in (*further, *tried)}
+        taken = route.plan or self.planner.plan_for(problem, hardware)
+        chosen = Candidate(taken, cost_of(taken))
+        others = [each for way, each in every.items() if way != chosen.way]
+        return Found(route.verdict, route.reason, chosen, others, plain, self.shard(sizes, site.world))
+
+
+def _scatter(site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, Route]:
+    k = s["k"] // site.world
+    a, b = _like(site, dtype, s["m"], k), _like(site, dtype, k, s["n"])
+    call = scatter_check.check(site.world, a, b, "sum", None, False, None, 0)
+    return scatter_check.problem_of(site, call), scatter_check.choose(site, call, a.device, None, hardware)
+
+
+def _gather(site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, Route]:
+    a, b = _like(site, dtype, s["m"] // site.world, s["k"]), _like(site, dtype, s["k"], s["n"] // site.world)
+    call = gather_check.check(a, [b], [], False, 0)
+    return gather_check.problem_of(site, call), gather_check.choose(site, call, a.device, None, hardware)
+
+
+def _reduce(site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, Route]:
+    k = s["k"] // site.world
+    a, b = _like(site, dtype, s["m"], k), _like(site, dtype, k, s["n"])
+    call = reduce_check.check(a, b, None, None, None, reduce_check.Options(False, 0.0, 0))
+    return reduce_check.problem_of(site, call), reduce_check.choose(site, call, a.device, None, hardware)
+
+
+def _attention(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
+    """Ring and Ulysses attention, whose plans differ by how many SMs communicate."""
+    rows, causal = s["seq"] // site.world, bool(s["causal"])
+    q, k = (_like(site, dtype, s["batch"], heads, rows, s["dim"]) for heads in (s["heads"], s["kv_heads"]))
+    options: tuple[Any, ...] = None, causal, None, "bhsd"
+    check: Any = ring_check if op == "ring_attention" else ulysses_check
+    if check is ring_check:
+        options = *options, "zigzag" if causal and site.world > 1 else "contiguous"
+    call = check.check(site.world, q, k, k, *options)
+    route = check.choose(site, call, q.device, None, hardware)
+    if route.plan is None:
+        return Found(route.verdict, route.reason, None, [], None, 0.0)
+    problem = check.problem_of(site, call)
+    chosen, *others = (
+        Candidate(replace(each, predicted_us=round(us, 1)), attention.cost_of(problem, each, hardware))
+        for us, each in attention.candidates(problem, hardware)[:4]
+    )
+    cost = attention.plain(problem, hardware) if site.nccl else None
+    plain = plain_candidate(cost, taken=False) if cost else None
+    of_a_peer = problem.sent / max(site.world - 1, 1)
+    return Found(route.verdict, route.reason, Candidate(route.plan, chosen.cost), others, plain, of_a_peer)
+
+
+def _dispatch(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
+    """A dispatch, whose plan does not depend on how many tokens there are; its prediction does."""
+    if s["topk"] > s["experts"]:
+        raise ValueError(f"plan: topk={s['topk']} must be at most experts={s['experts']}, each chosen once")
+    experts, tokens = Experts(s["experts"], site.world), s["tokens"] // site.world
+    w = _like(site, dtype, experts.most, s["hidden"], s["inner"])
+    route = moe_check.choose(site, w, False, experts, None, None, hardware)
+    if route.plan is None:
+        return Found(route.verdict, route.reason, None, [], None, 0.0)
+    problem = moe_check.problem_of(site, w, False, experts)
+    cost = moe.dispatch_cost(problem, route.plan, tokens, s["topk"], hardware)
+    chosen = Candidate(replace(route.plan, predicted_us=round(cost.total_us, 1)), cost)
+    plain = moe.plain_dispatch(problem, route.plan, tokens, s["topk"], hardware) if site.nccl else None
+    other = plain_candidate(plain, taken=False) if plain else None
+    return Found(route.verdict, route.reason, chosen, [], other, 2.0 * tokens * s["hidden"])
+
+
+FIND: dict[str, Callable[..., Found]] = {
+    "matmul_reduce_scatter": _Matmul(
+        matmul_reduce_scatter, _scatter, lambda s, world: 2.0 * s["m"] * s["n"] / world
+    ),
+    "all_gather_matmul": _Matmul(
+        all_gather_matmul, _gather, lambda s, world: 2.0 * s["m"] * s["k"] / world
+    ),
+    "matmul_all_reduce": _Matmul(
+        matmul_all_reduce, _reduce, lambda s, world: 2.0 * s["m"] * s["n"] / world
+    ),
+    "ring_attention": _attention,
+    "ulysses_attention": _attention,
+    "moe_dispatch_matmul": _dispatch,
+}  # fmt: skip
