@@ -20,16 +20,33 @@ REDUCE_SCATTER = {
     "inter-SM, float32 result": dict(schedule="inter_sm", comm_sms=8, tile=(128, 128, 64), stages=4, out=torch.float32),
     "one shot, few rows": dict(schedule="one_shot", tile=(128, 128, 64), stages=5, rows=16),
 }
-NAMES = tuple(f"matmul_reduce_scatter: {name}" for name in REDUCE_SCATTER)
+ALL_REDUCE = {
+    "one shot, everything": dict(schedule="one_shot", tile=(128, 128, 64), stages=5),
+    "two shots, largest tile": dict(
+        schedule="intra_sm", tile=(128, 256, 64), stages=3, m=4096, n=4096, extras="br", dtype="float16"
+    ),
+}
+ALL_GATHER = {
+    "three b, gathered, shared tiles": dict(
+        ns=(1024, 136, 64), gathered=True, tile=(128, 128, 64), stages=4, split=2, rows=100
+    ),
+    "float8 operands, largest tile": dict(dtype="float8_e4m3fn", tile=(128, 256, 128), stages=3, b_t=True),
+}
+OPS = {"matmul_reduce_scatter": REDUCE_SCATTER, "matmul_all_reduce": ALL_REDUCE, "all_gather_matmul": ALL_GATHER}
+NAMES = tuple(f"{op}: {name}" for op, variants in OPS.items() for name in variants)
+PLANS = ("tile", "stages", "split", "schedule", "comm_sms")
 
 
 def report(name: str) -> dict:
-    """One variant; options that are fields of a Plan make one, without any it is the planner's."""
+    """One variant; of matmul_reduce_scatter, without any field of a Plan, the planner's."""
     from tests import compiling
+    from tests.ops.all_gather_matmul.compiling import compiled as gather
+    from tests.ops.matmul_all_reduce.compiling import compiled as reduce
 
     op, variant = name.split(": ")
-    options = dict({"matmul_reduce_scatter": REDUCE_SCATTER}[op][variant])
-    fields = {key: options.pop(key) for key in ("tile", "stages", "split", "schedule", "comm_sms") if key in options}
-    plan = Plan(core="tcgen05", **fields) if fields else None
-    compiled = {"matmul_reduce_scatter": compiling.reduce_scatter}[op]
-    return compiled(plan=plan, core="tcgen05", **options)
+    options = dict(OPS[op][variant])
+    if op == "matmul_reduce_scatter":
+        fields = {key: options.pop(key) for key in PLANS if key in options}
+        plan = Plan(core="tcgen05", **fields) if fields else None
+        return compiling.reduce_scatter(plan=plan, core="tcgen05", **options)
+    return {"matmul_all_reduce": reduce, "all_gather_matmul": gather}[op](core="tcgen05", **options)

@@ -6,6 +6,8 @@ from tests.compiling_tcgen05 import NAMES
 OLDEST = (
     "matmul_reduce_scatter: planned",
     "matmul_reduce_scatter: smallest tile, deterministic, shared tiles, eight ranks",
+    "matmul_all_reduce: two shots, largest tile",
+    "all_gather_matmul: float8 operands, largest tile",
 )
 
 pytestmark = needs_triton

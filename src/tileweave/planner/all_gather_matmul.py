@@ -9,7 +9,7 @@ from tileweave.planner import plan as core
 from tileweave.planner.cost import Cost, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan, Way
-from tileweave.planner.tiling import BY_OPERAND_BYTES, GROUP_ROWS, SLOWING, Tile, Tiling, operand_bytes, whole_tiles
+from tileweave.planner.tiling import GROUP_ROWS, SLOWING, Tile, Tiling, operand_bytes, tilings_of, whole_tiles
 
 SCHEDULES = ("inter_sm", "intra_sm", "one_shot", "none")
 # And the schedules of each.
@@ -28,7 +28,8 @@ class Problem:
     """One call of all-gather + matmul as every rank sees it.
 
     rows, k: this rank's shard of A; ns: columns of each B; sms: SMs the kernel may use on this rank; linked: whether
-    peers are behind a link (False for virtual and emulated ranks); operand_bytes: size of an element of A and B.
+    peers are behind a link (False for virtual and emulated ranks); operand_bytes: size of an element of A and B;
+    cores: those of `Plan.core` that there are.
     """
 
     rows: int
@@ -38,6 +39,7 @@ class Problem:
     sms: int
     linked: bool = True
     operand_bytes: int = 2
+    cores: tuple[str, ...] = ("wgmma",)
 
 
 def joined(problem: Problem, plan: Plan) -> bool:
@@ -103,7 +105,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return f"plan.schedule={plan.schedule!r} needs an SM to communicate and one to multiply; 'none' would do with 1"
     elif not 1 <= plan.comm_sms <= most:
         return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 1 to {most} with {problem.sms} SMs"
-    return core.untileable(plan, 2, hardware, problem.operand_bytes) or core.unshareable(_alone(problem, plan), plan)
+    tileless = core.untileable(plan, 2, hardware, problem.operand_bytes, problem.cores)
+    return tileless or core.unshareable(_alone(problem, plan), plan)
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
@@ -190,11 +193,11 @@ def candidates(
     with the fewest communicators: in the ways that are tried, by default `ways`; one shot only where rows are few."""
     found = []
     for (mechanism, schedule, comm_sms), tiling, split in product(
-        ways(problem) if tried is None else tried, BY_OPERAND_BYTES[problem.operand_bytes], SPLITS
+        ways(problem) if tried is None else tried, tilings_of(problem.operand_bytes, problem.cores[0]), SPLITS
     ):
         if mechanism == "copy_engine" and problem.k % tiling.tile[2]:  # it copies bytes: `a` would be padded first
             continue
-        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
+        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms, core=problem.cores[0])
         tiles, sms = tiles_of(problem, plan), computing_sms(problem, plan)
         idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
         many = schedule == "one_shot" and problem.rows >= GROUP_ROWS * tiling.tile[0]

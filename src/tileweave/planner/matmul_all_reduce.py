@@ -12,12 +12,12 @@ from tileweave.planner.plan import SPLITS, Plan, Way
 from tileweave.planner.tiling import (
     PART_BYTES,
     SM_FETCH_GBS,
-    TILINGS,
     Tiling,
     operand_bytes,
     part_buffers,
     part_rows,
     tiles_of,
+    tilings_of,
     whole_tiles,
 )
 
@@ -36,7 +36,7 @@ class Problem:
 
     m, n: the product; k: this rank's share of the inner dimension; sms: SMs the kernel may use on this rank; norm:
     whether rows are normalized; linked: whether peers are behind a link (False for virtual and emulated ranks);
-    multicast: whether the fabric reaches all of them at once.
+    multicast: whether the fabric reaches all of them at once; cores: those of `Plan.core` that there are.
     """
 
     m: int
@@ -47,6 +47,7 @@ class Problem:
     norm: bool = False
     linked: bool = True
     multicast: bool = False
+    cores: tuple[str, ...] = ("wgmma",)
 
 
 def computing(problem: Problem, plan: Plan) -> int:
@@ -81,12 +82,12 @@ def chunks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
 
 def result_buffers(plan: Plan, hardware: Hardware = H200) -> int:
     """Buffers for finished parts of each multiplier, beside those of a mover; 0 if none fits."""
-    return part_buffers(plan.tile, plan.stages, 2, _less_movers(plan, hardware))
+    return part_buffers(plan.tile, plan.stages, 2, _less_movers(plan, hardware), plan.core)
 
 
 def _less_movers(plan: Plan, hardware: Hardware) -> Hardware:
     """The hardware with the shared memory that is left beside a mover's buffers."""
-    taken = MOVES * part_rows(plan.tile) * PART_BYTES if SHOTS[plan.schedule] == 2 else 0
+    taken = MOVES * part_rows(plan.tile, plan.core) * PART_BYTES if SHOTS[plan.schedule] == 2 else 0
     return replace(hardware, shared_bytes=hardware.shared_bytes - taken)
 
 
@@ -129,7 +130,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"plan.tile={plan.tile} with plan.split={plan.split}: "
             f"the {plan.schedule} schedule has registers for tiles of up to {SMALL_TILE} elements then"
         )
-    return core.untileable(plan, 2, _less_movers(plan, hardware)) or core.unshareable(_alone(problem, plan), plan)
+    tileless = core.untileable(plan, 2, _less_movers(plan, hardware), cores=problem.cores)
+    return tileless or core.unshareable(_alone(problem, plan), plan)
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
@@ -225,9 +227,9 @@ def candidates(
     tried, by default `ways`."""
     found = []
     for (mechanism, schedule, comm_sms), tiling, split in product(
-        ways(problem) if tried is None else tried, TILINGS, SPLITS
+        ways(problem) if tried is None else tried, tilings_of(2, problem.cores[0]), SPLITS
     ):
-        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms)
+        plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms, core=problem.cores[0])
         if unsupported(problem, plan, hardware):
             continue
         tiles, sms = count_tiles(problem, plan), computing(problem, plan)

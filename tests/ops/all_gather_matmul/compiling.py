@@ -13,16 +13,18 @@ from tileweave.ops.all_gather_matmul.launch import fused
 from tileweave.ops.contract import Like, Site
 
 
-def compiled(world=4, ns=(1024,), bias=True, b_t=True, gathered=False, dtype="bfloat16", rows=1000, **plan) -> dict:
+def compiled(
+    world=4, ns=(1024,), bias=True, b_t=True, gathered=False, dtype="bfloat16", rows=1000, core="wgmma", **plan
+) -> dict:
     """One variant; `plan` are fields of a Plan."""
-    fabric, kind = CompilingFabric(world), getattr(torch, dtype)
+    fabric, kind = CompilingFabric(world, core), getattr(torch, dtype)
     k = 520 if kind.itemsize == 2 else 528
     a = meta(rows, k, dtype=kind)
     b = [meta(n, k, dtype=kind).t() if b_t else meta(k, n, dtype=kind) for n in ns]
     scaled = kind == torch.float8_e4m3fn
     biases = [meta(n, dtype=torch.bfloat16 if scaled else kind) for n in ns] if bias else []
     scales = (meta(rows, 1, dtype=torch.float32), [meta(1, n, dtype=torch.float32) for n in ns]) if scaled else None
-    chosen = Plan(**{**dict(schedule="inter_sm", comm_sms=4 if world > 1 else 0), **plan})
+    chosen = Plan(core=core, **{**dict(schedule="inter_sm", comm_sms=4 if world > 1 else 0), **plan})
     like = Like.of(a), tuple(map(Like.of, b)), tuple(map(Like.of, biases))
     of_scales = (Like.of(scales[0]), tuple(map(Like.of, scales[1]))) if scales else ()
     call, route = settle(Site.of(fabric), *like, gathered, chosen, 0, *of_scales)

@@ -17,14 +17,14 @@ from tileweave.ops.matmul_all_reduce.launch import Extras, fused
 LOADS = {"wide": r"\bLDG\.E\.(\S+\.)?128\b", "narrow": r"\bLDG\.E\.(\S+\.)?U16\b"}
 
 
-def compiled(world=4, m=64, n=1024, k=512, extras="brn", dtype="bfloat16", b_t=True, **plan) -> dict:
+def compiled(world=4, m=64, n=1024, k=512, extras="brn", dtype="bfloat16", b_t=True, core="wgmma", **plan) -> dict:
     """One variant; `plan` are fields of a Plan."""
-    fabric, kind = CompilingFabric(world), getattr(torch, dtype)
+    fabric, kind = CompilingFabric(world, core), getattr(torch, dtype)
     a, b = meta(m, k, dtype=kind), meta(n, k, dtype=kind).t() if b_t else meta(k, n, dtype=kind)
     shapes = zip("brn", ((n,), (m, n), (n,)), strict=True)
     given = Extras(*(meta(*shape, dtype=kind) if name in extras else None for name, shape in shapes))
     like = Like.of(a), Like.of(b), *map(Like.of, given)
-    call, route = settle(Site.of(fabric), *like, Options(False, 1e-6, 0), Plan(**plan))
+    call, route = settle(Site.of(fabric), *like, Options(False, 1e-6, 0), Plan(core=core, **plan))
     with disassemblies() as texts:
         fused(fabric, call, a, b, given, route.plan)
     counts = {what: len(re.findall(pattern, texts[-1])) for what, pattern in LOADS.items()}

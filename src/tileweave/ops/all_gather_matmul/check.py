@@ -180,7 +180,7 @@ def impossible(site: Site, plan: Plan) -> str | None:
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     usable = site.usable(call.max_sms)
-    return Problem(call.rows, call.ns, call.k, site.world, usable, site.linked, call.dtype.itemsize)
+    return Problem(call.rows, call.ns, call.k, site.world, usable, site.linked, call.dtype.itemsize, site.cores)
 
 
 def unaddressable(call: Call) -> str | None:

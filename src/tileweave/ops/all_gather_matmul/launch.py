@@ -214,7 +214,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, plan: Plan)
     m, ns = world * call.rows, [n for n in call.ns if n]
     rows_of_b = [by_rows(x) for x in b if x.numel()]
     b_t = rows_of_b[0][1]
-    part = (part_rows(plan.tile), PART_BYTES // call.out_dtype.itemsize)
+    part = (part_rows(plan.tile, plan.core), PART_BYTES // call.out_dtype.itemsize)
     as_one = joined(problem_of(Site.of(fabric), call), plan)
     shape = (1, m) if as_one else (world, call.rows)
     results = [a.new_empty(*shape, n, dtype=call.out_dtype) for n in ns]
@@ -268,7 +268,8 @@ def steps_of(
             channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, *ns, *[0] * (MAX_B - len(ns)),
             call.rows, call.k, whole, plan.split, math.ceil(math.ceil(call.rows / bm) / height), height,
             math.ceil(height * k_steps / max(plan.comm_sms * item_tiles(plan), 1)),
-            world, bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, call.out_dtype.itemsize),
+            world, bm, bn, bk, plan.stages,
+            part_buffers(plan.tile, plan.stages, call.out_dtype.itemsize, core=plan.core),
             plan.split > 1, GROUP_ROWS, b_t, len(ns), call.bias, call.scaled, call.by_column, call.return_gathered,
             plan.schedule == "intra_sm", plan.mechanism == "register", by_multicast, last, 1 if by_copies else 2, per,
             comm_sms,

@@ -124,7 +124,8 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     usable = site.usable(call.options.max_sms)
-    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, site.linked, site.unicast is None)
+    multicast = site.unicast is None
+    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, site.linked, multicast, site.cores)
 
 
 def unaddressable(call: Call) -> str | None:

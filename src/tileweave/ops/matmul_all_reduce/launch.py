@@ -135,7 +135,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     whole = whole_tiles(tiles, sms, plan.split)
     grid = min(sms, whole + (tiles - whole) * plan.split)
     norms, fabric_sums = call.norm and shots == 1, plan.mechanism == "multimem"
-    part = (part_rows(plan.tile), PART_BYTES // a.element_size())
+    part = (part_rows(plan.tile, plan.core), PART_BYTES // a.element_size())
     tail = (
         channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, call.m, rows, call.n, cols,
         a_rows.shape[0] if a_t else a_rows.shape[1], *chunks_of(problem, plan), whole, plan.split, problem.world,
