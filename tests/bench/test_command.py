@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tileweave.bench.harness import Bench
-from tileweave.cli import benching, main
+from tileweave.cli import app, benching, main
 
 MACHINE = {"gpu": "NVIDIA H200", "torch": "2.11", "commit": "abc"}
 OP = "matmul_reduce_scatter"
@@ -62,6 +62,7 @@ def test_the_list_needs_no_gpu(capsys):
         (["--rounds", "0"], "--rounds must be from 1 to 1000, got 0"),
         (["--json", "absent/a.json"], "--json absent/a.json: no folder absent"),
         (["--csv", "."], "--csv .: is a folder"),
+        (["--plot", "a.txt"], "--plot a.txt: the name must end with one of .png, .svg, .pdf"),
         (["--rounds", "few"], "--rounds"),
     ],
 )
@@ -107,6 +108,17 @@ def test_tables_and_files(made_up, capsys, tmp_path):
     assert len(measured) == 10 and {line["gpu"] for line in measured} == {"NVIDIA H200"}
     others = [line for line in lines if line["source"] != "measured"]
     assert others and {line["gpu"] for line in others} == {""} and len(found["published"]) == len(others)
+
+
+def test_several_gpus_have_a_process_each(made_up, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(app, "choose_ranks", lambda ranks, device: 2)
+    monkeypatch.setattr(app, "needs_processes", lambda ranks, device: True)
+    monkeypatch.setattr(app, "start_processes", lambda *asked: started.append(asked) or 7)
+    assert run(capsys, OP, "--quick")[0] == 7
+    assert started == [(2, ["bench", OP, "--quick"])] and not made_up
+    code, _, err = run(capsys, "matmul")
+    assert code == 2 and "OP 'matmul' is measured on one GPU only; there are here: all_gather" in err
 
 
 def test_a_picture_of_it(made_up, capsys, tmp_path):

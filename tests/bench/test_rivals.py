@@ -22,7 +22,7 @@ def test_what_is_installed_has_its_version():
     assert RIVALS["cublas"].version == torch.__version__
     assert Rival("no such thing", "no_such_module", "none").version is None
     assert Rival("a module without a package of its own", "tileweave.bench", "none").version == "unknown"
-    assert set(rivals.versions()) == {"fa3", "flux", "triton-distributed", "yunchang", "xdit"}
+    assert set(rivals.versions()) == {"fa3", "flux", "comet", "triton-distributed", "yunchang", "xdit"}
 
 
 def test_only_what_is_installed_joins(monkeypatch):
@@ -71,6 +71,7 @@ def test_ops_and_cases_that_others_have():
     assert list(of.values()) == [["yunchang", "xdit"], ["yunchang"], ["yunchang", "xdit"]]  # xDiT has no zigzag
     assert set(adapters.products("matmul_reduce_scatter", q, q)) == {"flux", "triton-distributed"}
     assert not adapters.products("matmul_all_reduce", q, q)
+    assert list(adapters.experts(q, q, q, 1, 1)) == ["comet"]
     assert set(adapters.EAGER) <= set(RIVALS)
 
 

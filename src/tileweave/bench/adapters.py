@@ -1,8 +1,8 @@
-"""Other libraries as contenders between GPUs, where they are installed: Flux, Triton-Distributed, yunchang, xDiT.
+"""Other libraries as contenders between GPUs, where they are installed: Flux with Comet, Triton-Distributed, yunchang,
+xDiT.
 
 Written after their own tests; what does not run here, or is wrong, is told and left out of the race. CUTLASS's
-distributed GEMM is a C++ example and no library, and Comet, Flux's MoE, shares the experts' columns, not the experts:
-of these there are published figures only (`bench.published`).
+distributed GEMM is an example in C++ and no library: of it there are published figures only (`bench.published`).
 """
 
 import math
@@ -20,7 +20,7 @@ from tileweave.bench.rivals import RIVALS
 from tileweave.ops.sequence.local import attend
 
 # These count calls on the host, which a graph would freeze.
-EAGER = ("flux", "triton-distributed")
+EAGER = ("flux", "comet", "triton-distributed")
 FLUX_ROWS = 1024  # of which Flux's buffers have a multiple
 Run = Callable[[], Any]
 Makers = dict[str, Callable[[], Run]]  # by contender, what prepares it
@@ -83,6 +83,35 @@ def _flux_all_gather(a: torch.Tensor, b: torch.Tensor) -> Run:
 
     def run() -> torch.Tensor:
         made.forward(a, b.t(), output=out, transpose_weight=False, all_gather_option=option)
+        return out
+
+    return run
+
+
+def experts(x: torch.Tensor, index: torch.Tensor, w: torch.Tensor, total: int, rows: int) -> Makers:
+    """For tokens x [T, H], all ranks' choices index [T of all, k] among `total` experts, of which w [E, H, I] are this
+    rank's; the result [rows, I] is sorted by expert, then by token and choice."""
+    return {"comet": lambda: _comet(x, index, w, total, rows)}
+
+
+def _comet(x: torch.Tensor, index: torch.Tensor, w: torch.Tensor, total: int, rows: int) -> Run:
+    flux = _flux()
+    arguments = flux.MoeArguments(
+        max_ntokens=index.shape[0], hidden=x.shape[1], ffn_hidden=w.shape[2], nexperts=total, topk=index.shape[1],
+        input_dtype=x.dtype, output_dtype=x.dtype,
+    )  # fmt: skip
+    ranks = flux.DistEnvTPWithEP(tp_group=dist.group.WORLD, nnodes=1, ep_group=dist.group.WORLD)
+    made = flux.GemmGroupedV3AGScatter(tp_env=ranks, moe_args=arguments)
+    flat, weights, out = index.reshape(-1), w.transpose(1, 2).contiguous(), x.new_empty(rows, w.shape[2])
+    places = flat.argsort(stable=True).argsort().int().view_as(index)
+    counts = flat.bincount(minlength=total).int()
+
+    def run() -> torch.Tensor:
+        made.clear_buffers()
+        made.forward(
+            inputs_shard=x, weights=weights, splits_gpu=counts, scatter_index=places, outputs_buf=out,
+            fast_accum=False, sm_margin=0,
+        )  # fmt: skip
         return out
 
     return run

@@ -10,6 +10,7 @@ weights that are exp of a normal variable. Contenders, timed as in `bench.betwee
                 an all-to-all of rows, whose sizes the host knows before, an index, the weighted sum
     matmul      grouped_mm of rows that are there: what the transfer would cost nothing beside
     own matmul  tileweave.grouped_matmul of them
+    comet       dispatch: that of Flux, where it is installed (`bench.adapters`)
 
 Each is checked first: samples of each rank's rows, or tokens, against float32. bfloat16.
 """
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import tileweave as tw
+from tileweave.bench.adapters import experts, joined
 from tileweave.bench.between import Runs, checked, timed, told
 from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.moe import CHOICES, EXPERTS, HIDDEN, INNER, LIMIT, SAMPLE
@@ -118,6 +120,7 @@ def dispatch(part: Part) -> tuple[Runs, torch.Tensor, torch.Tensor, Route]:
         "matmul": lambda: F.grouped_mm(rows, part.up, offs=part.offsets),
         "own matmul": lambda: tw.grouped_matmul(rows, part.up, part.offsets),
     }
+    joined(runs, experts(part.x, gathered(part.index), part.up, sizes.experts, part.order.shape[0]))
     sample, owners = sampled(part)
     truth = torch.stack([rows[r].float() @ part.up[e].float() for r, e in zip(sample, owners, strict=True)])
     return runs, sample, truth, tw.explain("moe_dispatch_matmul", *operands, **options)

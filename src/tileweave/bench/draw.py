@@ -8,15 +8,14 @@ from tileweave.bench.figures import Figure, is_local
 from tileweave.bench.rivals import RIVALS
 
 WIDTH, SHAPES, HEIGHT = 0.8, 8, 3.4  # of a shape's bars; shapes in a row of the picture; inches of a row
+KINDS = (".png", ".svg", ".pdf")  # of file
 LABELS = {"tflops": "TFLOP/s of a GPU", "gb_per_s": "GB/s of a GPU", "us": "microseconds"}
 
 
 def draw(figures: Sequence[Figure], path: Path) -> None:
     """Write a picture whose rows are ops: TFLOP/s of a GPU, GB/s where nothing is computed, or microseconds where
     nothing crosses a link either, of each contender over shapes, the spread of its rounds as a line, each value on its
-    bar. The kind of file goes by the name.
-
-    ImportError without matplotlib, ValueError for an unknown kind of file.
+    bar. The kind of file, one of KINDS, goes by the name. ImportError without matplotlib.
     """
     from matplotlib.figure import Figure as Picture
 
@@ -44,7 +43,7 @@ def _bars(axes: Any, found: Sequence[Figure], shapes: list[str]) -> None:
         places = [shapes.index(each.shape) + ((i + 0.5) / len(names) - 0.5) * WIDTH for each in mine]
         values = [getattr(each, kind) for each in mine]
         bars = axes.bar(places, values, WIDTH / len(names), yerr=_spread(mine, kind), ecolor="0.4", label=name)
-        axes.bar_label(bars, fmt="%.0f", fontsize=5, padding=1)
+        axes.bar_label(bars, [f"{value:.{0 if value >= 10 else 2}f}" for value in values], fontsize=5, padding=1)
     axes.set_xticks(range(len(shapes)), shapes, rotation=15, ha="right", fontsize=7)
     axes.set_ylabel(LABELS[kind], fontsize=8)
     axes.legend(fontsize=6, loc="upper left", bbox_to_anchor=(1, 1))

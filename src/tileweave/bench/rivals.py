@@ -37,6 +37,7 @@ RIVALS = {
     "grouped_mm": Rival("torch.nn.functional.grouped_mm"),
     "fa3": Rival("FlashAttention-3", "fa3_fwd_interface", "fa3-fwd"),
     "flux": Rival("Flux's GemmRS and AGKernel", "flux", "byte-flux"),
+    "comet": Rival("Comet, Flux's GemmGroupedV3AGScatter", "flux", "byte-flux"),
     "triton-distributed": Rival("Triton-Distributed's gemm_rs and ag_gemm", "triton_dist", "triton-dist"),
     "yunchang": Rival("yunchang's LongContextAttention, ring or Ulysses", "yunchang", "yunchang"),
     "xdit": Rival("xDiT's xFuserLongContextAttention, ring or Ulysses", "xfuser", "xfuser"),

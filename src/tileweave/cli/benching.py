@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tileweave.bench.draw import KINDS
 from tileweave.bench.figures import Figure
 from tileweave.bench.harness import WHERE, Bench, Row, Shape, ranks
 from tileweave.bench.measure import machine
@@ -60,6 +61,8 @@ def check(tasks: Sequence[Task], rounds: int | None, files: dict[str, Path | Non
     for name, file in files.items():
         if file and (file.is_dir() or not file.parent.is_dir()):
             raise BadUsage(f"--{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
+    if files["plot"] and files["plot"].suffix not in KINDS:
+        raise BadUsage(f"--plot {files['plot']}: the name must end with one of {', '.join(KINDS)}")
     if files["plot"] and not find_spec("matplotlib"):
         raise BadUsage("--plot needs matplotlib: pip install matplotlib")
     if refusal := cuda_refusal("cuda"):
