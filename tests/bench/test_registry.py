@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from tileweave.bench import measure
 from tileweave.bench.draw import draw
 from tileweave.bench.figures import csv_text, figures_of, left_out, limit_us, times_us
 from tileweave.bench.harness import WHERE, Bench, Work, main
@@ -199,3 +200,12 @@ def test_an_unknown_op():
         chosen(None, ["gemm"])
     assert all(isinstance(bench, Bench) for bench in chosen(False, ["moe_dispatch_matmul"]))
     assert len(chosen(None, [])) == len(chosen(True, [])) + len(chosen(False, []))
+
+
+def test_the_commit_of_figures(monkeypatch, tmp_path):
+    assert measure.commit() == "unknown" or len(measure.commit().removesuffix("-dirty")) >= 7
+    monkeypatch.setattr(measure, "__file__", str(tmp_path / "a/b/c/measure.py"))
+    (tmp_path / "a/b").mkdir(parents=True)
+    assert measure.commit() == "unknown"  # no repository
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert measure.commit() == "unknown"  # no git

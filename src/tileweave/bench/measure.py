@@ -9,6 +9,9 @@ from datetime import date
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+
+import tileweave
 
 
 @dataclass(frozen=True)
@@ -48,13 +51,24 @@ def machine() -> dict[str, str]:
     """Hardware, versions, date and commit, to be kept with every figure."""
     import triton
 
-    root = Path(__file__).parents[3]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True)
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
     return {
         "gpu": torch.cuda.get_device_name(),
+        "tileweave": tileweave.__version__,
         "torch": torch.__version__,
         "triton": triton.__version__,
         "cuda": torch.version.cuda or "",
+        "nccl": ".".join(map(str, nccl)),
         "date": date.today().isoformat(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """That of the source, with "-dirty" where files differ from it; "unknown" outside of a repository."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return "unknown"
+    return found.stdout.strip() or "unknown"

@@ -1,0 +1,71 @@
+"""Contenders between processes: ours, NCCL's and those that transfer nothing are all right, by gloo on a CPU."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from tests.nn.test_processes import start
+from tileweave.bench import between, between_moe, between_sequence
+from tileweave.bench.attention_case import Case
+from tileweave.ops.attention import reference
+from tileweave.ops.sequence.placement import place_sequence
+
+ALONE = ("matmul", "own matmul")
+
+
+def assert_right(out, truth):
+    assert (out.float() - truth).norm() < 0.01 * truth.norm()
+
+
+def check(runs, truth, route):
+    """Ours and NCCL's find the truth; what is wrong would be found."""
+    assert not route.fused and truth.abs().sum() > 0
+    errors = between.checked(dict(runs), truth, 0.01)
+    assert {name for name, error in errors.items() if isinstance(error, float)} == {"tileweave", "nccl"}
+    wrong = 1.1 * runs["nccl"]()
+    with pytest.raises(AssertionError):
+        between.checked({"nccl": lambda: wrong}, truth, 0.01)
+
+
+def products(rank):
+    for op in ("matmul_reduce_scatter", "all_gather_matmul"):
+        runs, truth, route = between.CONTENDERS[op](64, 32, 64)
+        check(runs, truth, route)
+    for name in ALONE:  # of the gather
+        assert_right(runs[name](), truth)
+
+
+def sequences(rank):
+    for op, causal in (("ring_attention", False), ("ring_attention", True), ("ulysses_attention", True)):
+        case = Case(op, 1, 4, 64, causal)
+        q, k, v = torch.randn(3, 1, 4, 64, 128, generator=torch.Generator().manual_seed(7)).bfloat16()
+        truth = place_sequence(reference(q, k, v, causal=causal)[0], 2, rank, 2, case.placement)
+        with ExitStack() as ended:
+            runs, route = between_sequence.CONTENDERS[op](case, q, k, v, ended)
+            check(runs, truth, route)
+        if op == "ring_attention":
+            assert_right(runs["attention"](), truth)
+
+
+def experts(rank):
+    for op, skewed in (("moe_dispatch_matmul", True), ("moe_matmul_combine", True), ("moe_matmul_combine", False)):
+        part = between_moe.prepare(between_moe.Sizes(48, 64, 32, 6, 2), skewed, torch.device("cpu"))
+        assert part.capacity >= len(part.order) == part.offsets[-1] > 0
+        runs, sample, truth, route = between_moe.CONTENDERS[op](part)
+        samples = {name: lambda name=name, runs=runs, sample=sample: runs[name]()[sample] for name in runs}
+        check(samples, truth, route)
+        if op == "moe_dispatch_matmul":
+            for name in ALONE:
+                assert_right(samples[name](), truth)
+
+
+def body(rank):
+    between.slowest = lambda value: value  # each rank looks at its own
+    between.normal = lambda *shape: torch.randn(*shape).bfloat16()
+    for part in (products, sequences, experts):
+        part(rank)
+
+
+def test_contenders_are_right(tmp_path):
+    start(tmp_path, 2, body)
