@@ -174,6 +174,11 @@ def test_empty_sizes(op):
     )
 
 
+def test_more_choices_than_experts_are_bad_usage(capsys):
+    assert main(["run", "moe_dispatch_matmul", "--shape", "experts=4,topk=300"]) == 2
+    assert "--shape topk=300 is more than experts=4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["experts", "topk"])
 def test_tokens_without_experts_are_refused(name, capsys):
     assert run("moe_dispatch_matmul", shape=f"{name}=0") == 2

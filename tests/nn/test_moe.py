@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tileweave as tw
-from tileweave.nn import ColumnParallelLinear, MoE, reduce_gradients
+from tileweave.nn import ColumnParallelLinear, MoE, full_state_dict, reduce_gradients
 
 SIZES = dict(features=24, hidden=16, experts=7, k=3, dtype=torch.bfloat16, seed=3)
 
@@ -86,6 +86,10 @@ def test_state_dicts_copies_and_refusals():
         twin = copy.deepcopy(layer)
         twin.load_state_dict(layer.state_dict())
         assert torch.equal(twin.up, whole.up[layer.first : layer.end]) and torch.equal(twin.router, whole.router)
+        full = full_state_dict(nn.Sequential(layer))
+        assert full.keys() == {f"0.{name}" for name in whole.state_dict()}
+        assert all(torch.equal(full[f"0.{name}"], each) for name, each in whole.state_dict().items())
+        assert layer.state_dict()["up"].shape == layer.up.shape
         with pytest.raises(ValueError, match="at least one for each of 2 ranks"):
             MoE(8, 8, 1, 1, group=group)
         with pytest.raises(ValueError, match="k must be from 1 to 8"):

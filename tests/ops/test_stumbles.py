@@ -93,11 +93,24 @@ PLANS = {  # of a world of one
 def test_a_plan_that_a_fallback_does_not_use_is_told_of(op):
     operands, options = calls()[op]
     options = options | {"plan": PLANS.get(op, PLAN)}
-    with pytest.warns(UserWarning, match=rf"^{op}: plan is not used: CPU tensors outside an emulated world"):
+    with pytest.warns(UserWarning, match=rf"^{op}: plan is not used: CPU tensors outside an emulated world") as told:
         getattr(tw, op)(**operands, **options)
+    assert {each.filename for each in told} == {__file__}, "whose line has made the call"
     with warnings.catch_warnings(action="ignore"):
         reason = tw.explain(op, **operands, **options).reason
     assert reason.endswith("; the plan is not used, it is one of the fused kernel")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_tensor_without_data_is_told_of(op):
+    operands, options = calls()[op]
+    name = next(iter(operands))
+    operands = operands | {name: operands[name].to("meta")}
+    words = f"{op}: {name} is on the meta device, without data: a tensor on a CPU or a GPU would do"
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        getattr(tw, op)(**operands, **options)
+    with pytest.raises(ValueError, match=f"^{words}$"):
+        tw.explain(op, **operands, **options)
 
 
 @pytest.mark.parametrize(

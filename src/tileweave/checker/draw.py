@@ -107,5 +107,5 @@ def _sizes(op: str, ranks: int, rng: Random, most: int) -> dict[str, int]:
             return {"tokens": lines(16, least=0), "hidden": lines(8), "inner": lines(8), "experts": rng.randint(2, 9)}
         case _:
             experts = ranks * rng.randint(1, 3) + rng.choice((0, 1))
-            tokens, topk = ranks * lines(4), rng.randint(1, 3)
+            tokens, topk = ranks * lines(4), min(rng.randint(1, 3), experts)
             return {"tokens": tokens, "hidden": lines(8), "inner": lines(8), "experts": experts, "topk": topk}

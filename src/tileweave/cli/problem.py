@@ -105,6 +105,10 @@ def make_problem(
                 f"--shape {name}={sizes[name]} is not divisible by --ranks {ranks} ({meaning}); "
                 f"nearest legal: {name}={below} or {name}={above}"
             )
+    if sizes.get("topk", 0) > sizes.get("experts", 0):
+        raise BadUsage(
+            f"--shape topk={sizes['topk']} is more than experts={sizes['experts']}, of which a token has its own"
+        )
     return Problem(op, ranks, sizes, dtype, deterministic, bias, seed)
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tileweave.fabric import Group
+from tileweave.fabric import Group, fabric_of
 from tileweave.fabric.names import resolve_group
-from tileweave.nn.shard import _place
+from tileweave.nn.shard import SAVES_WHOLE, _place
 from tileweave.ops.moe import Experts, moe_dispatch_matmul, moe_matmul_combine
 
 
@@ -28,8 +28,8 @@ class MoE(nn.Module):
 
     Shapes: [..., features] -> [..., features]; each rank has tokens of its own, as many as it likes. `router` is
     [experts, features], the same on all ranks, `gate` and `up` [E_local, features, hidden], `down` [E_local, hidden,
-    features]: this rank's experts, consecutive ones, as torch.tensor_split divides them. load_state_dict takes a rank's
-    own parts, or the whole of all experts.
+    features]: this rank's experts, consecutive ones, as torch.tensor_split divides them. state_dict() has these parts
+    (`full_state_dict` the whole); load_state_dict takes such parts, or the whole of all experts.
 
     The gradients of gate, up and down are complete after the backward pass, that of `router` is of this rank's tokens,
     as those of other weights that all ranks have: `reduce_gradients` sums them. Forward and backward passes are
@@ -120,6 +120,24 @@ class MoE(nn.Module):
             max_tokens=self.max_tokens,
         )
         return moe_matmul_combine(h, self.down, self.route, self.group).view(x.shape)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole of a parameter, all experts of all ranks: a new tensor. Collective."""
+        part = getattr(self, name).detach()
+        if self.world_size == 1 or name not in self.SPLIT:
+            return part.clone()
+        experts = Experts(self.experts, self.world_size)
+        padded = part.new_zeros(experts.most, *part.shape[1:])  # ranks may have one expert more than others
+        padded[: part.shape[0]] = part
+        of_rank = fabric_of(self.group, part.device).all_gather(padded).split(experts.most)
+        ends = [experts.of(rank) for rank in range(self.world_size)]
+        return torch.cat([each[: end - first] for each, (first, end) in zip(of_rank, ends, strict=True)])
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if SAVES_WHOLE.get():
+            for name in self.SPLIT:
+                destination[prefix + name] = self.whole(name)
 
     def _load_from_state_dict(self, state_dict, prefix, *others):
         """Take this rank's part of what is whole, and parts as they are."""

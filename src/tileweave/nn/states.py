@@ -12,7 +12,8 @@ from tileweave.ops.collectives import all_reduce
 
 
 def full_state_dict(module: nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` with the whole weights of its parallel layers, as the model had them before `parallelize`.
+    """`module.state_dict()` with the whole weights of its parallel layers, as the model had them before `parallelize`,
+    and of its `MoE` those of all experts.
 
     Collective: all ranks of the layers' groups call it. Each gets all of the weights, the split ones in new tensors.
 

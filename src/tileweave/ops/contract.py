@@ -45,7 +45,9 @@ class Like(NamedTuple):
 
 
 def check_dense(op: str, named: Iterable[tuple[str, Any]]) -> None:
-    """TypeError unless each of the named arguments is a dense tensor of this rank's."""
+    """TypeError unless each of the named arguments is a dense tensor of this rank's; ValueError if the first one has no
+    data: the others are to be on its device."""
+    named = tuple(named)
     for name, x in named:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{op}: {name} must be a torch.Tensor, got {type(x).__name__}")
@@ -55,6 +57,9 @@ def check_dense(op: str, named: Iterable[tuple[str, Any]]) -> None:
             )
         if x.layout != torch.strided:
             raise TypeError(f"{op}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
+    name, x = named[0]
+    if x.is_meta:
+        raise ValueError(f"{op}: {name} is on the meta device, without data: a tensor on a CPU or a GPU would do")
 
 
 def check_plan(op: str, plan: Any) -> None:

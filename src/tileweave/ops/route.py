@@ -1,13 +1,19 @@
 """What a call will do, decided before anything is launched: the answer of `explain`."""
 
+import sys
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from tileweave.ops.contract import Site
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.decision import faster_plain
+
+_OURS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def fallback(op: str, refusal: str, way: str, plan: Plan | None = None, backend:
     reason = f"{refusal}: {way}"
     if plan is not None:
         reason += "; the plan is not used, it is one of the fused kernel"
-        warnings.warn(f"{op}: plan is not used: {refusal}", stacklevel=2)
+        warnings.warn(f"{op}: plan is not used: {refusal}", stacklevel=_users_level())
     return Route(op, backend, False, reason)
 
 
@@ -69,3 +75,12 @@ def by_plan(
     if why := faster_plain(made.predicted_us or 0.0, plain):
         return Route(op, site.backend, False, f"{why}: {way}", plain_us=round(plain.total_us, 1) if plain else None)
     return Route(op, site.backend, True, made.reason, made)
+
+
+def _users_level() -> int:
+    """The `stacklevel` by which a warning of the caller names the line that has called the library, or called PyTorch,
+    through which operators and modules come to it."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_code.co_filename.startswith(_OURS):
+        frame, level = frame.f_back, level + 1
+    return level

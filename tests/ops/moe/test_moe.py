@@ -158,6 +158,7 @@ def test_gradients_also_of_experts_and_ranks_without_tokens(routing, capacity):
     "change, message",
     [
         (dict(topk_index=torch.zeros(3, 2).long()), r"topk_index must be \[6, k\]"),
+        (dict(topk_index=torch.zeros(6, 300).long()), "has 300 choices for each token, more than the 8 experts"),
         (dict(topk_index=torch.zeros(6, 2)), "int32 or int64"),
         (dict(topk_weight=torch.zeros(6, 3)), "topk_weight must be"),
         (dict(w=torch.zeros(4, 24, 16)), "must both be bfloat16"),

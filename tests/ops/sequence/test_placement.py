@@ -47,8 +47,23 @@ def test_gradients_pass_through_and_nothing_is_a_legal_length(placement):
         (lambda x: tw.place_sequence(x, 2, 0, 0, "ring"), "placement must be 'contiguous' or 'zigzag', got 'ring'"),
         (lambda x: tw.unplace_sequence([], 0), "shards must be those of all ranks, got none"),
         (lambda x: tw.unplace_sequence([x[:3]], 0, "zigzag"), "shard 0 has 3 elements in dim=0, not divisible by 2"),
+        (lambda x: tw.unplace_sequence([x, x], 1), "dim must be from -1 to 0, as shard 0 has them, got 1"),
     ],
 )
 def test_errors_name_what_would_be_legal(call, words):
     with pytest.raises(ValueError, match=words):
         call(torch.arange(10))
+
+
+@pytest.mark.parametrize(
+    ("shards", "words"),
+    [
+        (torch.arange(10), r"list or tuple of all ranks' tensors, whole\.chunk\(world, dim\) for instance, got Tensor"),
+        (None, "list or tuple .* got NoneType"),
+        ([torch.arange(10), 3], "shard 1 must be a torch.Tensor, got int"),
+    ],
+    ids=("a whole", "None", "a number"),
+)
+def test_what_are_no_shards_is_told(shards, words):
+    with pytest.raises(TypeError, match=f"^unplace_sequence: .*{words}"):
+        tw.unplace_sequence(shards, 0)

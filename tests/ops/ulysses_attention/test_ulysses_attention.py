@@ -89,7 +89,10 @@ def test_explain_says_why_nothing_is_fused():
     q = torch.zeros(1, 2, 4, 8)
     route = tw.explain(NAME, q, q, q)
     assert not route.fused and route.backend == "fallback" and "all-to-all" in route.reason
-    assert "the caller's attention" in tw.explain(NAME, q, q, q, attention=by_torch).reason
+    assert (
+        "the caller's attention"
+        in tw.explain(NAME, q, q, q, attention=functools.partial(by_torch, layout="bhsd")).reason
+    )
 
 
 Q, K = torch.zeros(2, 6, 4, 8), torch.zeros(2, 2, 4, 8)
@@ -100,6 +103,12 @@ WRONG = [
     (dict(k=K[:, :, :3], v=K[:, :, :3], causal=True), ValueError, "equally many tokens, got 4 and 3"),
     (dict(layout=1), TypeError, "layout must be a string, got 1"),
     (dict(attention="flash"), TypeError, "attention must be callable or None, got str"),
+    (
+        dict(attention=F.scaled_dot_product_attention),
+        TypeError,
+        r"lambda q, k, v, causal, scale: scaled_dot_product_at",
+    ),
+    (dict(attention=lambda q, k, v: q), TypeError, r"called as .*causal=causal.* takes \(q, k, v\): got an unexpected"),
     (dict(attention=by_torch, plan=Plan()), ValueError, "plan is for the library's own attention"),
     (dict(k=Q[:, :3], v=Q[:, :3], plan=Plan()), ValueError, "plan"),
 ]

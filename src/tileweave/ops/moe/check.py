@@ -74,6 +74,11 @@ def check_dispatch(
     found = Experts(w.shape[0] * world if experts is None else experts, world)
     if found.total < world:
         raise ValueError(f"{NAME}: experts must be at least one for each of {world} ranks, got {found.total}")
+    if topk_index.shape[1] > found.total:
+        raise ValueError(
+            f"{NAME}: topk_index has {topk_index.shape[1]} choices for each token, more than the {found.total} "
+            f"experts that there are: {found.total} at most"
+        )
     return found
 
 

@@ -58,12 +58,25 @@ def unplace_sequence(shards: Sequence[torch.Tensor], dim: int, placement: str = 
     """The whole of which `shards` are the ranks' shards, in rank order: the inverse of `place_sequence`.
 
     `shards` may be those that `all_gather` has put together, cut again: `whole.chunk(world, dim)`. A new tensor;
-    gradients pass through. ValueError if there are none, or for an odd size along `dim` in zigzag order.
+    gradients pass through. TypeError unless they are tensors in a sequence; ValueError if there are none, for a
+    dimension that there is not, or for an odd size along `dim` in zigzag order.
     """
     per = pieces(placement)
+    if isinstance(shards, torch.Tensor) or not isinstance(shards, Sequence):
+        raise TypeError(
+            "unplace_sequence: shards must be a list or tuple of all ranks' tensors, whole.chunk(world, dim) for "
+            f"instance, got {type(shards).__name__}"
+        )
     if not shards:
         raise ValueError("unplace_sequence: shards must be those of all ranks, got none")
     for rank, shard in enumerate(shards):
+        if not isinstance(shard, torch.Tensor):
+            raise TypeError(f"unplace_sequence: shard {rank} must be a torch.Tensor, got {type(shard).__name__}")
+        if not -shard.dim() <= dim < shard.dim():
+            raise ValueError(
+                f"unplace_sequence: dim must be from {-shard.dim()} to {shard.dim() - 1}, as shard {rank} has them, "
+                f"got {dim}"
+            )
         if shard.shape[dim] % per:
             raise ValueError(
                 f"unplace_sequence: shard {rank} has {shard.shape[dim]} elements in dim={dim}, not divisible by {per} "

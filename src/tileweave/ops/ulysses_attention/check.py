@@ -1,10 +1,13 @@
 """ulysses_attention: its contract, and the path of a call, which is decided before anything is launched."""
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from tileweave.fabric.base import FLAGS
 from tileweave.ops.contract import Like, Site
@@ -47,6 +50,26 @@ def check_kinds(
         raise ValueError(
             f"{NAME}: cu_seqlens is for the library's own attention: let `attention` know of the sequences by itself"
         )
+    if not torch.compiler.is_compiling() and (why := _uncallable(attention)):
+        raise TypeError(f"{NAME}: attention is called as attention(q, k, v, causal=causal, scale=scale): {why}")
+
+
+def _uncallable(attention: Callable) -> str | None:
+    """Why a callable cannot be called as attention of a rank's heads; None if it can, or does not say what it takes."""
+    if attention is scaled_dot_product_attention:
+        return (
+            "scaled_dot_product_attention has other names for it; lambda q, k, v, causal, scale: "
+            "scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale) would do in layout 'bhsd'"
+        )
+    try:
+        takes = inspect.signature(attention)
+    except ValueError:  # as some builtins
+        return None
+    try:
+        takes.bind(None, None, None, causal=False, scale=None)
+    except TypeError as error:
+        return f"the one given takes {takes}: {error}"
+    return None
 
 
 def check(

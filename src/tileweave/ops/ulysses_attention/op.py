@@ -76,7 +76,8 @@ def ulysses_attention(
         ValueError, TypeError: the arguments break the rules above; nothing has been launched.
         RuntimeError: the group's world is not running, or the workspace would have to grow while a CUDA graph is
             being captured.
-        FabricTimeout: a peer did not take part within the group's timeout.
+        FabricTimeout: a peer did not take part within the group's timeout. Where nothing is fused, the process group's
+            collective waits as long as it does, for instance NCCL's timeout, and fails in its own way.
     """
     check_kinds(q, k, v, cu_seqlens, causal, scale, plan, attention)
     check_words(NAME, layout=layout)
