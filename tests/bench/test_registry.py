@@ -26,7 +26,7 @@ def test_every_shape_has_a_name_of_its_own_and_work(several):
     benches = chosen(several, [])
     assert len({(bench.name, bench.where) for bench in benches}) == len(benches)
     for bench in benches:
-        assert bench.where in WHERE and hasattr(H200, bench.rate)
+        assert bench.where in WHERE
         labels = [bench.label(shape) for shape in bench.shapes]
         assert len(set(labels)) == len(labels) > 0
         assert bench.chosen(quick=True) == [bench.shapes[i] for i in bench.quick]
@@ -81,11 +81,13 @@ def test_figures_of_a_row():
     assert found["tileweave"].gb_per_s == pytest.approx(4096 * 4096 / 110e3)
     assert found["tileweave"].exposed_percent == pytest.approx(100 * 10 / 110)
     assert found["matmul"].exposed_percent is None
-    assert found["nccl"].of_limit == pytest.approx(4096**3 / (H200.matmul_tflops * 1e6) / 150)
+    assert found["nccl"].of_limit == pytest.approx(4096**3 / (H200.matmul_peak_tflops * 1e6) / 150)
 
 
 def test_the_link_may_be_the_limit():
-    assert limit_us(Work(0.0, 350e3), H200, "matmul_tflops") == pytest.approx(350 / H200.link_gb_per_s)
+    assert limit_us(Work(0.0, 450e3), H200) == pytest.approx(1.0)
+    assert limit_us(Work(989e6, 450e3), H200) == pytest.approx(1.0)
+    assert limit_us(Work(989e6, 900e3), H200) == pytest.approx(2.0)
     assert times_us({"ms": {"fused": [1.0, 0.5, 2.0]}}) == {"fused": [1000.0, 500.0, 2000.0]}
 
 

@@ -135,7 +135,7 @@ def told(row: Row) -> str:
 BENCHES = [
     Bench(
         "attention", "one", SHAPES, measure, label, told, lambda shape, _: Work(flop(**shape)),
-        quick=(2, 3), rounds=15, rate="attention_tflops",
+        quick=(2, 3), rounds=15,
     )
 ]  # fmt: skip
 MORE = {"--sweep": dict(action="store_true")}

@@ -176,7 +176,7 @@ BENCHES = [
     Bench(
         op, "several", [dict(case=case) for case in CASES if case.op == op], measure,
         lambda shape: shape["case"].shape, told, lambda shape, world: shape["case"].work(world),
-        quick=(1,), rate="attention_tflops", needs=lambda shape: bytes_needed(shape["case"]),
+        quick=(1,), needs=lambda shape: bytes_needed(shape["case"]),
         divided=lambda shape: divided(shape["case"]),
     )
     for op in CONTENDERS

@@ -20,7 +20,7 @@ class Figure:
 
     us: median, us_low, us_high of the rounds, of the slowest rank; None where only a ratio is published; tflops and
     gb_per_s of a GPU, the latter of what it must send, None where nothing crosses a link; of_limit: the part of the
-    time that max(T_compute, T_link) would take by the hardware's profile; exposed_percent: of the time, what it takes
+    time that max(T_compute, T_link) would take by the data sheet; exposed_percent: of the time, what it takes
     longer than the fastest contender whose data are all there before, below 0 where it is the faster one; None where
     there is none; vs_best_rival: how many times as fast as the fastest of other libraries, below 1 where that is
     faster, and best_rival who that is; None of theirs; note: what else is to be known of the time; source: "measured",
@@ -54,9 +54,10 @@ def times_us(row: Row) -> dict[str, list[float]]:
     return {name: [1e3 * ms for ms in times] for name, times in row["ms"].items()}
 
 
-def limit_us(work: Work, hardware: Hardware, rate: str) -> float:
-    """max(T_compute, T_link) in microseconds."""
-    return max(work.flop / (getattr(hardware, rate) * 1e6), work.link_bytes / (hardware.link_gb_per_s * 1e3))
+def limit_us(work: Work, hardware: Hardware) -> float:
+    """max(T_compute, T_link) in microseconds, by the data sheet: sustained rates depend on power, and are exceeded."""
+    compute = work.flop / (hardware.matmul_peak_tflops * 1e6)
+    return max(compute, work.link_bytes / (hardware.link_nominal_gb_per_s * 1e3))
 
 
 def is_local(where: str, contender: str) -> bool:
@@ -67,7 +68,7 @@ def is_local(where: str, contender: str) -> bool:
 def figures_of(bench: Bench, shape: Shape, row: Row, hardware: Hardware, world: int) -> list[Figure]:
     """A row's contenders, the fastest first."""
     work, times = bench.work(shape, world), times_us(row)
-    limit = limit_us(work, hardware, bench.rate)
+    limit = limit_us(work, hardware)
     local = min((us[0] for name, us in times.items() if is_local(bench.where, name)), default=None)
     rivals = [name for name in times if name in RIVALS and not is_local(bench.where, name)]
     best = min(rivals, key=lambda name: times[name][0], default=None)

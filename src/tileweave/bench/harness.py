@@ -38,8 +38,8 @@ class Bench:
     name: of the op; where: a key of WHERE; shapes: keyword arguments of `measure`, which gets `rounds` beside them and
     returns a row, with `us` or `ms`, [median, lowest, highest] by contender, each checked before, or says why there is
     none; label: a shape as a table says it; told: a row in a line; work: of a shape for so many ranks; quick: a few of
-    the shapes, by index; rate: which rate of the hardware bounds the compute; caches: what the L2 cache holds when a
-    contender starts; needs: bytes of GPU memory; divided: sizes of which each GPU has the same share.
+    the shapes, by index; caches: what the L2 cache holds when a contender starts; needs: bytes of GPU memory; divided:
+    sizes of which each GPU has the same share.
     """
 
     name: str
@@ -51,7 +51,6 @@ class Bench:
     work: Callable[[Shape, int], Work]
     quick: tuple[int, ...] = (0,)
     rounds: int = 11
-    rate: str = "matmul_tflops"
     caches: str = "as the other contenders leave it, on the same operands"
     needs: Callable[[Shape], int] = field(default=lambda shape: 0)
     divided: Callable[[Shape], tuple[int, ...]] = field(default=lambda shape: ())

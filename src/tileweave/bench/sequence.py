@@ -227,7 +227,7 @@ def work(shape: Shape, _: int) -> Work:
 BENCHES = [
     Bench(
         op, "virtual", [shape for shape in SHAPES if shape["case"].op == op], measure, label, told, work,
-        rate="attention_tflops", needs=bytes_needed,
+        needs=bytes_needed,
     )
     for op in MAKERS
 ]  # fmt: skip
