@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tileweave.checker import problems
 from tileweave.cli import main, tracing
@@ -61,12 +62,36 @@ def test_a_wrong_result_is_told(monkeypatch, capsys):
         (["all_gather", "--ranks", "2", "--shape", "m=3"], "m=3 is not divisible by the 2 ranks"),
         (["all_gather", "--shape", "k=8"], "there are m, n, got k"),
         (["all_gather", "--out", "no/such/folder/t.json"], "there is no folder"),
-        (["all_gather", "--device", "cuda"], "--device"),
+        (["all_gather", "--device", "gpu"], "--device must be one of cpu, cuda"),
     ],
 )
 def test_bad_usage(options, said, capsys):
     assert main(["trace", "--json", *options]) == 2
     assert said in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu(capsys):
+    assert main([*SMALL, "--device", "cuda", "--json"]) == 2
+    assert "--device cuda: " in json.loads(capsys.readouterr().out)["error"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_reduce", "moe_dispatch_matmul", "grouped_matmul"])
+def test_a_gpu(op, tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    assert main(["trace", op, "--ranks", "2", "--device", "cuda", "--out", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"] and told["world"] == "virtual" and told["times"].startswith("measured on an NVIDIA")
+    assert 1 < told["microseconds"] < 1e5 and told["lost"] == 0
+    roles = {role["role"]: role for role in told["roles"]}
+    assert {"all_reduce": {"main"}}.get(op, {"load_role", "multiply_role", "store_role"}) <= set(roles)
+    assert roles["SM"]["busy"] > 0.2
+    for role in roles.values():
+        assert 0 <= role["busy"] + role["waits_for_flags"] + role["other_waits"] <= 1.001
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert max(event["ts"] + event["dur"] for event in events) == pytest.approx(told["microseconds"])
 
 
 def test_a_rank_has_its_share_of_the_gpu():

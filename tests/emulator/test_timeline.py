@@ -96,7 +96,7 @@ def test_events_of_a_thread_do_not_overlap_and_flows_have_two_ends():
     order = order_of(link_bytes=10_000.0, memory_bytes=20_000.0, peer_us=3.0, gpu_us=1.0)
     ping(order)
     copy(order, 2, target=1)
-    told = chrome_trace(order, "a title", "modelled")
+    told = chrome_trace(order.spans, order.flows, "a title", "modelled")
     assert told["otherData"] == {"title": "a title", "times": "modelled"}
     threads, ends = defaultdict(list), defaultdict(list)
     names = {(e["pid"], e["tid"]) for e in told["traceEvents"] if e["name"] == "thread_name"}

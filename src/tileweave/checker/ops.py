@@ -162,9 +162,10 @@ class OpCase:
         for call in range(self.calls):
             truth = _truth(self.op, self.ranks, sizes, call, asked)
             for rank, outs in enumerate(results):
-                self._compare(call, rank, outs[call], truth[rank], limit)
+                self.compare(call, rank, outs[call], truth[rank], limit)
 
-    def _compare(self, call: int, rank: int, outs: Results, truths: Results, limit: float) -> None:
+    def compare(self, call: int, rank: int, outs: Results, truths: Results, limit: float) -> None:
+        """AssertionError unless a rank's results of a call are within `limit` of the true ones."""
         for out, truth in zip(outs, truths, strict=True):
             error = relative_error(out, truth) if truth.numel() else 0.0
             if out.shape != truth.shape or not error <= limit:

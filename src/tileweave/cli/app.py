@@ -204,14 +204,15 @@ def trace(
     op: tracing.Op,
     ranks: checking.Ranks = 4,
     shape: checking.Shape = "",
+    device: tracing.Device = "cpu",
     out: tracing.Out = None,
     png: tracing.Picture = None,
     as_json: Json = False,
 ) -> int:
-    """Run OP once in the emulator in the order of modelled time, and say who is busy and who waits."""
+    """Say who is busy and who waits in a call of OP: modelled in the emulator, or measured on a GPU."""
     check_environment()
     try:
-        traced = tracing.trace(op, ranks, shape, out, png)
+        traced = tracing.trace(op, ranks, shape, device, out, png)
     except AssertionError as error:  # a wrong result
         return _fail(context.obj, str(error), WRONG)
     if as_json:

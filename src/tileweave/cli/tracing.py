@@ -1,67 +1,133 @@
-"""`tileweave trace`: one call of an op in the emulator in the order of modelled time, as a timeline."""
+"""`tileweave trace`: one call of an op as a timeline: in the emulator, in the order of modelled time, or on a GPU, from
+timestamps in the kernels."""
 
 import json
 from collections import defaultdict
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import tileweave
 from tileweave import checker
+from tileweave.checker.problems import PROBLEMS
 from tileweave.cli import pictures
 from tileweave.cli.check import case_of
 from tileweave.cli.problem import BadUsage
 from tileweave.emulator.search import Choice, choosing
-from tileweave.emulator.timeline import FLAG, REGISTERS, Rates, Span, TimeOrder, chrome_trace
+from tileweave.emulator.timeline import FLAG, REGISTERS, Flow, Rates, Span, TimeOrder, chrome_trace
+from tileweave.fabric.stamping import BETWEEN, stamping
 from tileweave.planner.hardware import Hardware, profile
 
 GPU = "h200"
 MODELLED = f"modelled by the rates of an {GPU.upper()}, not measured"
+DEVICES = ("cpu", "cuda")
+PICTURED = 8  # CTAs in a picture
 COLORS = {
+    BETWEEN: "tab:blue",
     "wgmma": "tab:blue", "TMA load": "tab:cyan", "TMA store": "tab:orange", "TMA reduce-add": "tab:orange",
     "copy-engine copy": "tab:purple", REGISTERS: "tab:olive", FLAG: "tab:red",
 }  # fmt: skip
 OTHER_WAIT = "lightgrey"
 
 Op = Annotated[str, typer.Argument(metavar="OP", help=f"One of: {', '.join(checker.OPS)}.")]
+Device = Annotated[str, typer.Option(help="cpu (the emulator) or cuda (virtual ranks on one GPU).")]
 Out = Annotated[
     Path | None, typer.Option(metavar="FILE.json", help="Write Chrome's trace events, which Perfetto shows.")
 ]
 Picture = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw rank 0's timeline; needs matplotlib.")]
 
 
-def trace(op: str, ranks: int, shape: str, out: Path | None, png: Path | None) -> dict[str, Any]:
-    """Run an op once, write what is asked for, and return the summary: modelled microseconds and, for each role, the
-    shares of that time. BadUsage for arguments that make no sense; AssertionError for a wrong result."""
+@dataclass(frozen=True)
+class Traced:
+    """A call: what was done when, in microseconds to `now`; `facts` are what the summary says of it besides."""
+
+    spans: Sequence[Span]
+    flows: Sequence[Flow]
+    now: float
+    facts: dict[str, Any]
+
+
+def trace(op: str, ranks: int, shape: str, device: str, out: Path | None, png: Path | None) -> dict[str, Any]:
+    """Run an op, write what is asked for, and return the summary: microseconds and, for each role, the shares of that
+    time. BadUsage for arguments that make no sense; AssertionError for a wrong result."""
     if op not in checker.OPS:
         raise BadUsage(f"OP must be one of {', '.join(checker.OPS)}, got {op!r}")
+    if device not in DEVICES:
+        raise BadUsage(f"--device must be one of {', '.join(DEVICES)}, got {device!r}")
     case = case_of(op, ranks, shape)
     assert isinstance(case, checker.OpCase)
     if png is not None:
         pictures.check("png", png)
     if out is not None:
         pictures.check_folder("out", out)
-    order = TimeOrder(rates_of(profile(GPU), case.sms))
-    with choosing(Choice(lambda seed, index: order)) as worlds:
-        replace(case, calls=1).run(0)
-    variant = case.variant(0)
-    title = f"{op}, {ranks} emulated ranks of {case.sms} SMs" + (f", {variant}" if variant else "")
+    traced = _emulated(case) if device == "cpu" else _measured(case)
+    facts = {"op": op, "ranks": ranks, "shape": case.sizes, **traced.facts}
+    title = _title(facts)
     if out is not None:
         try:
-            out.write_text(json.dumps(chrome_trace(order, title, MODELLED)), encoding="utf-8")
+            out.write_text(
+                json.dumps(chrome_trace(traced.spans, traced.flows, title, facts["times"])), encoding="utf-8"
+            )
         except OSError as error:
             raise BadUsage(f"--out {out}: cannot be written: {error.strerror}") from error
     if png is not None:
-        _draw(order, title, png)
+        _draw(traced, title, png)
     return {
-        "op": op, "ranks": ranks, "shape": case.sizes, "variant": variant, "sms": case.sms, "times": MODELLED,
-        "microseconds": order.now, "steps": worlds.steps, "roles": roles_of(order),
+        **facts, "microseconds": traced.now, "roles": roles_of(traced.spans, traced.now),
         "out": str(out) if out else None, "png": str(png) if png else None, "ok": True,
     }  # fmt: skip
+
+
+def _emulated(case: checker.OpCase) -> Traced:
+    """A call in the emulator, in the first of the case's ways."""
+    order = TimeOrder(rates_of(profile(GPU), case.sms))
+    with choosing(Choice(lambda seed, index: order)) as worlds:
+        replace(case, calls=1).run(0)
+    facts = {
+        "variant": case.variant(0), "world": "emulated", "sms": case.sms, "times": MODELLED, "steps": worlds.steps
+    }  # fmt: skip
+    return Traced(order.spans, order.flows, order.now, facts)
+
+
+def _measured(case: checker.OpCase) -> Traced:
+    """A call by virtual ranks on a GPU, as the planner wants it."""
+    op, asked = PROBLEMS[case.op], case.all_variants[case.variant(0)]
+    options = {name: x for name, x in asked.items() if name not in ("plan", "tiling")}
+    operands = op.operands(case.sizes, case.ranks, 0)
+    try:
+        made = tileweave.virtual_world(case.ranks, device="cuda")
+    except (ValueError, RuntimeError) as error:  # too few SMs, no Hopper GPU: the message says what is legal
+        raise BadUsage(f"--ranks {case.ranks} --device cuda: {error}") from error
+    with made as world:
+        mine = [tuple(x.to(world.device) for x in each) for each in operands]
+        route = world.run(lambda rank, group: op.route(mine[rank], group, **options))[0]
+        if not route.fused:
+            raise BadUsage(f"shape: no kernel would run: {route.reason}")
+        with stamping() as stamps:
+            for _ in range(2):  # the first one compiles, and makes the workspace
+                stamps.again()
+                results = world.run(lambda rank, group: op.call(mine[rank], group, **options))
+            timeline = stamps.timeline()
+    limit = op.tolerance(case.ranks, bool(options.get("deterministic")))
+    for rank, (outs, truths) in enumerate(zip(results, op.truth(operands, options), strict=True)):
+        case.compare(0, rank, tuple(out.cpu() for out in outs), truths, limit)
+    times = f"measured on an {torch.cuda.get_device_name(world.device)}, by timestamps in the kernels"
+    variant = f"{route.plan.schedule}, {route.plan.mechanism}" if route.plan else ""
+    facts = {"variant": variant, "world": "virtual", "sms": world.sms, "times": times, "lost": timeline.lost}
+    return Traced(timeline.spans, (), timeline.now, facts)
+
+
+def _title(facts: dict[str, Any]) -> str:
+    """What has run where."""
+    ranks, variant = facts["ranks"], f", {facts['variant']}" if facts["variant"] else ""
+    return f"{facts['op']}, {ranks} {facts['world']} rank{'s' * (ranks != 1)} of {facts['sms']} SMs{variant}"
 
 
 def rates_of(hardware: Hardware, sms: int) -> Rates:
@@ -82,26 +148,26 @@ def rates_of(hardware: Hardware, sms: int) -> Rates:
     )
 
 
-def roles_of(order: TimeOrder) -> list[dict[str, Any]]:
-    """For each role or kind of operation, on how many CTAs it is, and the mean shares of the whole time in which it is
-    busy, waits for flags, and waits for something else."""
+def roles_of(spans: Sequence[Span], now: float) -> list[dict[str, Any]]:
+    """For each role or kind of operation, on how many CTAs it is, and the mean shares of the whole time `now` in which
+    it is busy, waits for flags, and waits for something else."""
     agents: dict[str, dict[tuple, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span in order.spans:
+    for span in spans:
         if span.role != "host":
             agents[span.role][span.rank, span.cta].append(span)
     return [
         {
             "role": role,
             "ctas": len(ctas),
-            "busy": _share(order, ctas, lambda kind: not kind.startswith("wait")),
-            "waits_for_flags": _share(order, ctas, lambda kind: kind == FLAG),
-            "other_waits": _share(order, ctas, lambda kind: kind.startswith("wait") and kind != FLAG),
+            "busy": _share(now, ctas, lambda kind: not kind.startswith("wait")),
+            "waits_for_flags": _share(now, ctas, lambda kind: kind == FLAG),
+            "other_waits": _share(now, ctas, lambda kind: kind.startswith("wait") and kind != FLAG),
         }
         for role, ctas in sorted(agents.items())
     ]
 
 
-def _share(order: TimeOrder, ctas: dict[tuple, list[Span]], counts: Any) -> float:
+def _share(now: float, ctas: dict[tuple, list[Span]], counts: Any) -> float:
     """The mean share of the whole time that the spans of the kinds which count cover; what overlaps counts once."""
     total = 0.0
     for spans in ctas.values():
@@ -109,16 +175,19 @@ def _share(order: TimeOrder, ctas: dict[tuple, list[Span]], counts: Any) -> floa
         for start, end in sorted((span.start, span.end) for span in spans if counts(span.kind)):
             total += max(end - max(start, until), 0.0)
             until = max(until, end)
-    return total / len(ctas) / order.now
+    return total / len(ctas) / now
 
 
 def show(console: Console, traced: dict[str, Any]) -> None:
     """Print what `trace` returned."""
     sizes = " ".join(f"{name}={size}" for name, size in traced["shape"].items())
-    ranks, variant = traced["ranks"], f", {traced['variant']}" if traced["variant"] else ""
-    emulated = f"{ranks} emulated rank{'s' * (ranks != 1)} of {traced['sms']} SMs"
-    console.print(f"[bold]{traced['op']}[/], {emulated}{escape(variant)}: {sizes}")
-    console.print(f"  {traced['microseconds']:.1f} us, {traced['times']}; {traced['steps']:,} steps")
+    console.print(f"[bold]{escape(_title(traced))}[/]: {sizes}")
+    steps = f"; {traced['steps']:,} steps" if "steps" in traced else ""
+    console.print(f"  {traced['microseconds']:.1f} us, {traced['times']}{steps}")
+    if traced.get("lost"):
+        console.print(
+            f"  [yellow]CTAs that stored more than there is room for, whose end is missing: {traced['lost']}[/]"
+        )
     table = Table(box=None, pad_edge=False, show_edge=False)
     table.add_column("role")
     for head in ("CTAs", "busy", "waits for flags", "other waits"):
@@ -132,12 +201,15 @@ def show(console: Console, traced: dict[str, Any]) -> None:
             console.print(f"  wrote {escape(traced[name])}: {what}")
 
 
-def _draw(order: TimeOrder, title: str, path: Path) -> None:
-    """Write the timeline of rank 0, a row for each CTA and role."""
+def _draw(traced: Traced, title: str, path: Path) -> None:
+    """Write the timeline of rank 0, a row for each CTA and role; of many CTAs a few, the last one among them."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    spans = [span for span in order.spans if span.rank == 0 and span.role != "host"]
+    spans = [span for span in traced.spans if span.rank == 0 and span.role not in ("host", "SM")]
+    ctas = sorted({span.cta for span in spans if span.cta is not None})
+    shown = {None, *(ctas[-1 - i * (len(ctas) - 1) // max(PICTURED - 1, 1)] for i in range(PICTURED) if ctas)}
+    spans = [span for span in spans if span.cta in shown]
     keys = sorted({(-1 if span.cta is None else span.cta, span.role) for span in spans})
     name = {key: f"CTA {key[0]}, {key[1]}" if key[0] >= 0 else key[1] for key in keys}
     bars = [
@@ -150,6 +222,6 @@ def _draw(order: TimeOrder, title: str, path: Path) -> None:
     legend = {**kinds, "other wait": OTHER_WAIT}
     patches = [Patch(color=color, label=kind) for kind, color in legend.items()]
     figure.legend(handles=patches, loc="outside right upper")
-    axes.set_xlabel(f"microseconds, {MODELLED}")
+    axes.set_xlabel(f"microseconds, {traced.facts['times']}")
     axes.set_title(f"{title}: rank 0")
     pictures.save(figure, "png", path)

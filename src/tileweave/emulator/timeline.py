@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,12 @@ import torch
 from tileweave.emulator.mbarrier import MBarrier
 from tileweave.emulator.places import Place
 from tileweave.emulator.touches import Touch
+from tileweave.lang.stamps import FLAG, MBARRIER  # kinds of waits; others are for an agent or an operation
 
 if TYPE_CHECKING:
     from tileweave.emulator.world import World
 
 _TURN_US = 0.01  # of a turn that waits for nothing, so that a loop that polls lets time go on
-FLAG, MBARRIER = "wait for a flag", "wait for an mbarrier"  # kinds of waits; others are for an agent or an operation
 REGISTERS = "register copy"
 
 
@@ -313,7 +314,7 @@ class TimeOrder:
         return free
 
 
-def chrome_trace(order: TimeOrder, title: str, times: str) -> dict[str, Any]:
+def chrome_trace(spans: Sequence[Span], flows: Sequence[Flow], title: str, times: str) -> dict[str, Any]:
     """The timeline as Chrome's trace events, which Perfetto reads: a process for each rank, a thread for each CTA and
     role (operations that overlap have lanes), a flow from each signal to the wait that it ended."""
     lanes: dict[tuple, list[float]] = {}
@@ -323,7 +324,7 @@ def chrome_trace(order: TimeOrder, title: str, times: str) -> dict[str, Any]:
     def thread(rank: int, cta: int | None, role: str) -> int:
         return threads.setdefault((rank, cta, role), len(threads) + 1)
 
-    for span in sorted(order.spans, key=lambda span: (span.start, -span.end)):
+    for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         ends = lanes.setdefault((span.rank, span.cta, span.role), [])
         lane = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
         ends[lane : lane + 1] = [span.end]
@@ -332,7 +333,7 @@ def chrome_trace(order: TimeOrder, title: str, times: str) -> dict[str, Any]:
             {"ph": "X", "name": span.name, "cat": span.kind, "pid": span.rank, "tid": tid, "ts": span.start,
              "dur": span.end - span.start, "args": {"launch": span.launch, "place": span.place}}
         )  # fmt: skip
-    for number, flow in enumerate(order.flows):
+    for number, flow in enumerate(flows):
         for phase, (rank, cta, role, us) in (("s", flow.source), ("f", flow.target)):
             end = {"bp": "e"} if phase == "f" else {}
             events.append(

@@ -33,6 +33,7 @@ from tileweave.fabric.base import (
 )
 from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
+from tileweave.fabric.stamping import to_launch
 from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class ProcessFabric(DistributedFabric):
         if index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.launch(kernel, grid, args, num_warps=num_warps, variant=variant, copies=copies)
-        compiled = variant_of(kernel, grid, args, num_warps, variant)
+        compiled = to_launch(variant_of(kernel, grid, args, num_warps, variant), grid, self.rank)
         handle, capturing = torch._C._cuda_getCurrentRawStream(index), torch.cuda.is_current_stream_capturing()
         load(compiled, capturing)
         if not capturing and (self._last is None or handle != self._last.cuda_stream):

@@ -20,6 +20,7 @@ import torch
 from tileweave.fabric.base import Abandoned, Channel, Copies, Outcome, Variant
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
+from tileweave.fabric.stamping import to_launch
 from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
 from tileweave.fabric.world import World, WorldFabric
 
@@ -159,7 +160,7 @@ class VirtualFabric(WorldFabric):
         """
         self.check_grid(kernel, grid)
         with torch.cuda.device(self.device):
-            compiled = variant_of(kernel, grid, args, num_warps, variant)
+            compiled = to_launch(variant_of(kernel, grid, args, num_warps, variant), grid, self.rank)
             stream, capturing = torch.cuda.current_stream(), torch.cuda.is_current_stream_capturing()
             last = self.world.last[self.rank]
             if last is not None and last != stream and not capturing:
