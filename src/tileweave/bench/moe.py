@@ -260,6 +260,16 @@ def flop_of(kind: str, tokens: int) -> float:
     return 2.0 * tokens * CHOICES * HIDDEN * INNER * (2 if kind == "gated" else 1)
 
 
+def needs(shape: Shape) -> int:
+    """Bytes of GPU memory, of all ranks: rows [*, HIDDEN] where contenders keep them, products, tokens, weights."""
+    wide, narrow = (2 * shape["tokens"] * CHOICES * size for size in (HIDDEN, INNER))
+    products = 2 if shape["kind"] == "gated" else 1
+    weights = 2 * EXPERTS * HIDDEN * INNER * products
+    if shape["kind"] == "combine":  # two slots, local, of torch: products, their copy, and those of a rank
+        return 5 * wide + wide // shape["size"] + narrow + weights
+    return 2 * wide + wide // shape["size"] + 5 * products * narrow + 3 * wide // CHOICES + weights
+
+
 def label(shape: Shape) -> str:
     """A shape by name."""
     return "{kind}, W={size}, {tokens} tokens, ".format(**shape) + ("skewed" if shape["skewed"] else "even")
@@ -279,6 +289,7 @@ BENCHES = [
     Bench(
         name, "virtual", [shape for shape in SHAPES if (shape["kind"] == "combine") == combines], measure, label, told,
         lambda shape, _: Work(flop_of(shape["kind"], shape["tokens"])), quick=(1,), rounds=7,
+        needs=needs,
     )
     for name, combines in (("moe_dispatch_matmul", False), ("moe_matmul_combine", True))
 ]  # fmt: skip
