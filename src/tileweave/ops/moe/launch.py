@@ -35,20 +35,24 @@ def lists_of(
     topk_index: torch.Tensor,
     offsets: torch.Tensor,
     row_slot: torch.Tensor,
+    token_slot: torch.Tensor,
     place: torch.Tensor,
     totals: torch.Tensor,
     slots: int,
-    world: int,
     align: int,
 ) -> Lists:
     """The lists of a route, for experts whose rows begin at multiples of `align`."""
+    tokens, world = token_slot.shape
     experts = Experts(totals.shape[0], world)
     rows = place.reshape(-1).long()
     known = torch.where(rows >= 0, topk_index.reshape(-1).long(), 0)
     apart = places_of(totals, experts, align)[0] - places_of(totals, experts)[0]
     row = torch.where(rows >= 0, rows + apart[known], FAR)
-    sent = first_rows(row, experts.owner(known), place.shape[0], world)
-    order = sent.argsort(dim=0, stable=True)
+    # What goes to a rank is numbered by slots, in the order of its first rows there.
+    at = torch.where(token_slot >= 0, token_slot, tokens).long()
+    own = torch.arange(tokens, device=at.device)[:, None].expand_as(at)
+    by_token = own, first_rows(row, experts.owner(known), tokens, world)
+    sends = (at.new_empty(tokens + 1, world).scatter_(0, at, each)[:-1].t() for each in by_token)
     count = world * slots
     slot = torch.where(row_slot >= 0, row_slot, count).long()
     numbers = torch.arange(slot.shape[0], device=slot.device)
@@ -61,7 +65,7 @@ def lists_of(
     lie = aligned(numbers, offsets, align)
     ranked = torch.where(again, copied[:-1], numbers.shape[0])
     copies = (torch.empty_like(copied).scatter_(0, ranked, each) for each in (lie[first], lie))
-    lists = order.t(), sent.gather(0, order).t(), (sent < FAR).sum(0), row_slot, copied, *copies
+    lists = *sends, (token_slot >= 0).sum(0), row_slot, copied, *copies
     return Lists(*(as_words(each) for each in lists))
 
 
@@ -118,7 +122,7 @@ def fused(
     variant = variant_of(fabric, NAME, x, tiling[-2:])
     fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=variant)
     part = part_rows(plan.tile), PART_BYTES // x.element_size()
-    lists, placers = lists_of(topk_index, offsets, row_slot, place, totals, slots, world, bm), placers_of(plan)
+    lists, placers = lists_of(topk_index, offsets, row_slot, token_slot, place, totals, slots, bm), placers_of(plan)
     senders = plan.comm_sms - placers
 
     def box(columns: int) -> tuple[int, int]:
