@@ -76,6 +76,13 @@ def test_no_gpu(capsys):
     assert "--device cuda: " in json.loads(capsys.readouterr().out)["error"]
 
 
+def test_not_between_processes(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([*SMALL, "--device", "cuda", "--json"]) == 2
+    assert "start it without torchrun" in json.loads(capsys.readouterr().out)["error"]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_reduce", "moe_dispatch_matmul", "grouped_matmul"])
 def test_a_gpu(op, tmp_path, capsys):

@@ -19,6 +19,7 @@ from tileweave import checker
 from tileweave.checker.problems import PROBLEMS
 from tileweave.cli import pictures
 from tileweave.cli.check import case_of
+from tileweave.cli.environment import launched_by_torchrun
 from tileweave.cli.problem import BadUsage
 from tileweave.emulator.search import Choice, choosing
 from tileweave.emulator.timeline import FLAG, REGISTERS, Flow, Rates, Span, TimeOrder, chrome_trace
@@ -98,6 +99,8 @@ def _emulated(case: checker.OpCase) -> Traced:
 
 def _measured(case: checker.OpCase) -> Traced:
     """A call by virtual ranks on a GPU, as the planner wants it."""
+    if launched_by_torchrun():
+        raise BadUsage("--device cuda: traced ranks share one process and one GPU; start it without torchrun")
     op, asked = PROBLEMS[case.op], case.all_variants[case.variant(0)]
     options = {name: x for name, x in asked.items() if name not in ("plan", "tiling")}
     operands = op.operands(case.sizes, case.ranks, 0)
