@@ -14,6 +14,7 @@ from tileweave.ops.sequence.placement import place_sequence, unplace_sequence
 from tileweave.ops.ulysses_attention import ulysses_attention
 from tileweave.plan import plan
 from tileweave.planner import Plan
+from tileweave.tune import tune
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "plan",
     "reduce_scatter",
     "ring_attention",
+    "tune",
     "ulysses_attention",
     "unplace_sequence",
     "virtual_world",

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from tileweave.fabric import MAX_RANKS, fabric_of
-from tileweave.ops.contract import DTYPES, Site
-from tileweave.ops.plans import FIND, SHARED, SIZES
+from tileweave.ops.contract import Site
+from tileweave.ops.plans import FIND, SIZES, check_dtype, check_shares, check_sizes
 from tileweave.planner import profile
 from tileweave.planner.decision import Decision, Question, settle
 from tileweave.planner.hardware import H200, SHIPPED, Hardware
@@ -50,46 +50,18 @@ def plan(
     Raises:
         ValueError, TypeError: an unknown op, size, dtype or profile, or sizes that break the op's contract.
     """
-    sizes = _sizes(op, shape)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"plan: dtype must be a torch.dtype, got {dtype!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"plan: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+    sizes = check_sizes("plan", op, shape, SIZES)
+    check_dtype("plan", dtype)
     if group is not None and ranks is not None:
         raise ValueError(f"plan: ranks={ranks} goes without a group, which has its own")
     if gpu is not None and not isinstance(gpu, str):
         raise TypeError(f"plan: gpu must be the name of a profile or of a file, got {gpu!r}")
     hardware = profile(gpu if gpu is not None else here() if group is None else H200.name)
     site = _site(group, hardware, ranks)
-    for name in SHARED[op]:
-        if sizes[name] % site.world:
-            below = sizes[name] // site.world * site.world
-            near = f"{below} or {below + site.world}" if below else str(site.world)
-            raise ValueError(
-                f"plan: {name}={sizes[name]} is not divisible by {site.world} ranks, of which each has its share; "
-                f"{near} would be"
-            )
+    check_shares("plan", op, sizes, site.world)
     name = str(dtype).removeprefix("torch.")
     asked = Question(op, hardware, site.world, sizes, name, site.sms or hardware.sms)
     return settle(asked, FIND[op](op, site, sizes, dtype, hardware))
-
-
-def _sizes(op: str, shape: Mapping[str, int]) -> dict[str, int]:
-    """All sizes of the problem."""
-    if not isinstance(op, str) or not isinstance(shape, Mapping):
-        raise TypeError(f"plan: expected the name of an op and a mapping of its sizes, got {op!r} and {shape!r}")
-    if op not in SIZES:
-        raise ValueError(f"plan: no planner for op {op!r}; there is one for {', '.join(SIZES)}")
-    for name, size in shape.items():
-        if name not in SIZES[op]:
-            raise ValueError(f"plan: {op} has the sizes {', '.join(SIZES[op])}, got {name!r}")
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"plan: {name} must be an int, got {size!r}")
-        least, most = (0, 1) if name == "causal" else (1, 2**31 - 1)
-        if not least <= size <= most:
-            raise ValueError(f"plan: {name} must be from {least} to {most}, got {size}")
-    sizes = {**SIZES[op], **shape}
-    return sizes | ({"kv_heads": sizes["heads"]} if "heads" in shape and "kv_heads" not in shape else {})
 
 
 def here() -> str:

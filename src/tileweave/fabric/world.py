@@ -70,6 +70,7 @@ class World(ABC):
         self._made, self._dropped = [0] * size, 0
         self._closed = False
         self._fabrics: list[Fabric] | None = None
+        self.tuned: list[tuple[Any, ...]] = [()] * size  # by rank, from run to run
 
     def run(self, fn: Callable[[int, VirtualGroup], T]) -> list[T]:
         """Call `fn(rank, group)` once per rank, a thread each, and return the results in rank order.
@@ -160,6 +161,14 @@ class WorldFabric(Fabric):
         self.world, self.rank = world, rank
         self.backend, self.world_size, self.device, self.sms = world.backend, world.size, world.device, world.sms
         self.debug = debug_mode()
+
+    @property
+    def tuned(self) -> tuple[Any, ...]:
+        return self.world.tuned[self.rank]
+
+    @tuned.setter
+    def tuned(self, found: tuple[Any, ...]) -> None:
+        self.world.tuned[self.rank] = found
 
     def refusal(self) -> str | None:
         return None

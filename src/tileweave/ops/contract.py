@@ -12,6 +12,8 @@ import torch
 
 from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.planner import H200, Plan
+from tileweave.planner.plan import AGREED
+from tileweave.planner.tuned import Tuned
 
 DTYPES = (torch.bfloat16, torch.float16)  # of operands of a fused matmul
 FP8 = torch.float8_e4m3fn
@@ -120,14 +122,19 @@ class Site(NamedTuple):
     linked: bool = False
     nccl: bool = False
     cores: tuple[str, ...] = ("wgmma",)
+    tuned: tuple[Tuned, ...] = ()
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Site":
         """That of a fabric."""
         return cls(
             fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal(), fabric.multicast_refusal(),
-            fabric.linked, fabric.nccl, fabric.cores,
+            fabric.linked, fabric.nccl, fabric.cores, fabric.tuned,
         )  # fmt: skip
+
+    def measured(self, op: str, problem: Any) -> Tuned | None:
+        """What `tileweave.tune` has found for a problem of this group."""
+        return next((each for each in self.tuned if each.op == op and each.problem == problem), None)
 
     def usable(self, max_sms: int) -> int:
         """SMs of a kernel that takes `max_sms` of a rank at most; 0 stands for all."""
@@ -179,9 +186,6 @@ class Agreement(NamedTuple):
 def asks(**facts: Any) -> tuple[tuple[str, Any], ...]:
     """Facts of a call for an `Agreement`."""
     return tuple(facts.items())
-
-
-AGREED = ("mechanism", "schedule", "tile", "stages", "split", "comm_sms", "core")  # of a plan
 
 
 def _leaves(prefix: str, x: Any) -> Iterator[tuple[str, Any]]:

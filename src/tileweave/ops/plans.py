@@ -1,6 +1,6 @@
 """What each op says to a question about a shape: what its own route is, and what that leaves; for `tileweave.plan`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tileweave.ops.all_gather_matmul import check as gather_check
-from tileweave.ops.contract import Like, Site
+from tileweave.ops.contract import DTYPES, Like, Site
 from tileweave.ops.matmul_all_reduce import check as reduce_check
 from tileweave.ops.matmul_reduce_scatter import check as scatter_check
 from tileweave.ops.moe import check as moe_check
@@ -20,11 +20,12 @@ from tileweave.planner import all_gather_matmul, attention, matmul_all_reduce, m
 from tileweave.planner import plan as matmul_reduce_scatter
 from tileweave.planner.cost import Cost
 from tileweave.planner.decision import Candidate, Found, best_of_ways, plain_candidate
-from tileweave.planner.hardware import Hardware
+from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
 from tileweave.planner.tiling import BY_OPERAND_BYTES
 
 Sizes = dict[str, int]
+FIRST, OTHERS = 4, 4  # of the plans that the planner tries, and of those of other ways: how many are measured
 MATMUL = {"m": 8192, "n": 8192, "k": 8192}
 ATTENTION = {"batch": 1, "heads": 32, "kv_heads": 32, "seq": 32768, "dim": 128, "causal": 0}
 # The sizes of each op's whole problem, with what they are where they are left out.
@@ -43,6 +44,44 @@ SHARED = {
 }  # fmt: skip
 
 
+def check_sizes(caller: str, op: Any, shape: Any, ops: Iterable[str]) -> Sizes:
+    """All sizes of the problem, of one of these `ops`; TypeError or ValueError if they are none."""
+    if not isinstance(op, str) or not isinstance(shape, Mapping):
+        raise TypeError(f"{caller}: expected the name of an op and a mapping of its sizes, got {op!r} and {shape!r}")
+    if op not in ops:
+        raise ValueError(f"{caller}: no planner for op {op!r}; there is one for {', '.join(ops)}")
+    for name, size in shape.items():
+        if name not in SIZES[op]:
+            raise ValueError(f"{caller}: {op} has the sizes {', '.join(SIZES[op])}, got {name!r}")
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{caller}: {name} must be an int, got {size!r}")
+        least, most = (0, 1) if name == "causal" else (1, 2**31 - 1)
+        if not least <= size <= most:
+            raise ValueError(f"{caller}: {name} must be from {least} to {most}, got {size}")
+    sizes = {**SIZES[op], **shape}
+    return sizes | ({"kv_heads": sizes["heads"]} if "heads" in shape and "kv_heads" not in shape else {})
+
+
+def check_dtype(caller: str, dtype: Any) -> None:
+    """TypeError or ValueError unless operands of fused kernels may have it."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{caller}: dtype must be a torch.dtype, got {dtype!r}")
+    if dtype not in DTYPES:
+        raise ValueError(f"{caller}: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+
+
+def check_shares(caller: str, op: str, sizes: Sizes, world: int) -> None:
+    """ValueError unless `world` ranks can have equal shares."""
+    for name in SHARED[op]:
+        if sizes[name] % world:
+            below = sizes[name] // world * world
+            near = f"{below} or {below + world}" if below else str(world)
+            raise ValueError(
+                f"{caller}: {name}={sizes[name]} is not divisible by {world} ranks, of which each has its share; "
+                f"{near} would be"
+            )
+
+
 def _like(site: Site, dtype: torch.dtype, *shape: int) -> Like:
     return Like(torch.Size(shape), dtype, site.device)
 
@@ -55,6 +94,21 @@ class _Matmul:
     planner: ModuleType
     ask: Callable[[Site, Sizes, torch.dtype, Hardware], tuple[Any, Route]]
     shard: Callable[[Sizes, int], float]
+
+    def contenders(self, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, list[Plan]]:
+        """The problem, and the plans that are worth measuring: the first of what the planner tries, and the best of
+        each other way, the plain one too. None where no kernel serves it."""
+        problem, route = self.ask(site, sizes, dtype, H200)
+        if route.verdict == "fallback":
+            return problem, []
+        found = self.planner.candidates(problem)
+        ways: dict[Any, tuple[float, Plan]] = {}
+        for us, plan in found[FIRST:] + self.planner.candidates(problem, H200, self.planner.further_ways(problem)):
+            ways.setdefault((plan.mechanism, plan.schedule, plan.comm_sms), (us, plan))
+        best = sorted(ways.values(), key=lambda each: each[0])[:OTHERS]
+        cost = self.planner.plain(problem) if site.nccl else None
+        plain = [plain_candidate(cost).plan] if cost else []
+        return problem, [replace(plan, predicted_us=round(us, 1)) for us, plan in found[:FIRST] + best] + plain
 
     def __call__(self, op, site: Site, sizes: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
         problem, route = self.ask(site, sizes, dtype, hardware)
@@ -96,8 +150,7 @@ def _reduce(site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tup
     return reduce_check.problem_of(site, call), reduce_check.choose(site, call, a.device, None, hardware)
 
 
-def _attention(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
-    """Ring and Ulysses attention, whose plans differ by how many SMs communicate."""
+def _attend(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, Route]:
     rows, causal = s["seq"] // site.world, bool(s["causal"])
     q, k = (_like(site, dtype, s["batch"], heads, rows, s["dim"]) for heads in (s["heads"], s["kv_heads"]))
     options: tuple[Any, ...] = None, causal, None, "bhsd"
@@ -105,18 +158,23 @@ def _attention(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hard
     if check is ring_check:
         options = *options, "zigzag" if causal and site.world > 1 else "contiguous"
     call = check.check(site.world, q, k, k, *options)
-    route = check.choose(site, call, q.device, None, hardware)
+    return check.problem_of(site, call), check.choose(site, call, q.device, None, hardware)
+
+
+def _attention(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
+    """Ring and Ulysses attention, whose plans differ by how many SMs communicate."""
+    problem, route = _attend(op, site, s, dtype, hardware)
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
-    problem = check.problem_of(site, call)
-    chosen, *others = (
+    others = [
         Candidate(replace(each, predicted_us=round(us, 1)), attention.cost_of(problem, each, hardware))
         for us, each in attention.candidates(problem, hardware)[:4]
-    )
+        if each.comm_sms != route.plan.comm_sms
+    ]
+    chosen = Candidate(route.plan, attention.cost_of(problem, route.plan, hardware))
     cost = attention.plain(problem, hardware) if site.nccl else None
     plain = plain_candidate(cost, taken=False) if cost else None
-    of_a_peer = problem.sent / max(site.world - 1, 1)
-    return Found(route.verdict, route.reason, Candidate(route.plan, chosen.cost), others, plain, of_a_peer)
+    return Found(route.verdict, route.reason, chosen, others, plain, problem.sent / max(site.world - 1, 1))
 
 
 def _dispatch(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
@@ -150,3 +208,14 @@ FIND: dict[str, Callable[..., Found]] = {
     "ulysses_attention": _attention,
     "moe_dispatch_matmul": _dispatch,
 }  # fmt: skip
+
+
+def contenders(op: str, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, list[Plan]]:
+    """The problem of a call, and the plans that are worth measuring for it; none where no kernel serves it."""
+    find = FIND[op]
+    if isinstance(find, _Matmul):
+        return find.contenders(site, sizes, dtype)
+    problem, route = _attend(op, site, sizes, dtype, H200)
+    if route.plan is None:
+        return problem, []
+    return problem, [replace(plan, predicted_us=round(us, 1)) for us, plan in attention.candidates(problem)]

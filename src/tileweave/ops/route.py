@@ -11,15 +11,19 @@ import torch
 
 from tileweave.ops.contract import Site
 from tileweave.planner import H200, Hardware, Plan
-from tileweave.planner.decision import faster_plain
+from tileweave.planner.decision import PLAIN, faster_plain
 
 _OURS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 @dataclass(frozen=True)
 class Route:
-    """Path of one call. backend: emulated, virtual, processes or fallback; reason: why this path; plan: if fused;
-    plain_us: what the cost model says of the plain way, torch's product and NCCL, where that is why it is taken."""
+    """Path of one call.
+
+    backend: emulated, virtual, processes or fallback; reason: why this path; plan: if fused; plain_us: what the cost
+    model says of the plain way, torch's product and NCCL, where that is taken; measured_us: what `tileweave.tune`
+    measured of the way that is taken, None where it was not asked.
+    """
 
     op: str
     backend: str
@@ -27,11 +31,12 @@ class Route:
     reason: str
     plan: Plan | None = None
     plain_us: float | None = None
+    measured_us: float | None = None
 
     @property
     def verdict(self) -> str:
-        """ "fused"; "plain" where a kernel could do it, and torch and NCCL are expected to be faster; "fallback" where
-        none can, or there is nothing to compute."""
+        """ "fused"; "plain" where a kernel could do it, and torch and NCCL are predicted, or were measured, to be
+        faster; "fallback" where none can, or there is nothing to compute."""
         return "fused" if self.fused else "fallback" if self.plain_us is None else "plain"
 
     @property
@@ -44,6 +49,7 @@ class Route:
         return {
             "op": self.op, "backend": self.backend, "fused": self.fused, "reason": self.reason,
             "plan": self.plan.to_dict() if self.plan else None, "predicted_us": self.predicted_us,
+            "measured_us": self.measured_us,
         }  # fmt: skip
 
 
@@ -67,9 +73,16 @@ def by_plan(
     `plain`, for its `problem`.
 
     way: what the plain way is; None for calls that never go it, as it does not give them what they ask for. Without a
-    plan it is taken where the group's collectives are NCCL's, each rank has a GPU of its own, and it is predicted to be
-    faster by more than the model can tell. All ranks come to the same.
+    plan that which was measured to be the fastest is taken. Where nothing was measured it is the plain way where the
+    group's collectives are NCCL's, each rank has a GPU of its own, and it is predicted to be faster by more than the
+    model can tell. All ranks come to the same.
     """
+    found = site.measured(op, problem) if plan is None else None
+    if found is not None and (way or found.plan.mechanism != PLAIN):
+        fused, us = found.plan.mechanism != PLAIN, found.plan.predicted_us
+        reason = found.plan.reason if fused else f"{found.plan.reason}: {way}"
+        made, plain_us = (found.plan, None) if fused else (None, us)
+        return Route(op, site.backend, fused, reason, made, plain_us, found.measured_us)
     made = plan or planner.plan_for(problem, hardware)
     plain = planner.plain(problem, hardware) if way and plan is None and site.nccl else None
     if why := faster_plain(made.predicted_us or 0.0, plain):

@@ -30,6 +30,7 @@ MAX_SPLIT = 16  # CTAs that may share a tile
 SHARING_SMS = 160  # CTAs that have flags for it
 SPLITS = (1, 2, 3, 4)  # of these, what the planner considers
 Way = tuple[str, str, int]  # mechanism, schedule, communicators
+AGREED = ("mechanism", "schedule", "tile", "stages", "split", "comm_sms", "core")  # of a plan on all ranks
 COMM_SMS = (4, 8, 16, 24)  # communicators that are tried inter-SM
 SCHEDULES = ("intra_sm", "inter_sm", "one_shot", "none")  # of matmul + reduce-scatter
 INTER_SHARE = 0.8  # of what communicators can push, those of inter-SM, which read what was just stored; measured

@@ -1,0 +1,194 @@
+"""`tune`: the plan that is the fastest on this machine, measured once and kept."""
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from tileweave.fabric import Fabric, fabric_of
+from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.contract import Site
+from tileweave.ops.matmul_all_reduce import matmul_all_reduce
+from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from tileweave.ops.plans import check_dtype, check_shares, check_sizes, contenders
+from tileweave.ops.ring_attention import ring_attention
+from tileweave.ops.ring_attention.check import CHANNELS
+from tileweave.ops.ulysses_attention import ulysses_attention
+from tileweave.planner.plan import Plan
+from tileweave.planner.tuned import Times, Tuned, read, write
+
+OPS: dict[str, Callable[..., Any]] = {
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_all_reduce": matmul_all_reduce,
+    "ring_attention": ring_attention,
+    "ulysses_attention": ulysses_attention,
+}
+CALLS, ROUNDS = 5, 3  # calls that are timed together, and how often each plan has its turn
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What `tune` found. times: plans and the microseconds of a call with each, on the slowest rank, the fastest first;
+    cached: whether they were read from the cache."""
+
+    op: str
+    times: tuple[tuple[Plan, float], ...]
+    cached: bool
+
+    @property
+    def plan(self) -> Plan:
+        """The fastest; its mechanism is "nccl" where that is torch's product and NCCL's collective."""
+        return self.times[0][0]
+
+    @property
+    def measured_us(self) -> float:
+        """Microseconds of a call with it."""
+        return self.times[0][1]
+
+
+def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16, group=None) -> Tuning | None:
+    """Measure which plan is the fastest for a shape on this machine; calls of `op` in this group then use it.
+
+    Collective: all ranks of the group make the same calls, where they make those of `op`. The few plans that the cost
+    model puts first are tried on random data, and the plain way where NCCL joins GPUs. The microseconds are kept in a
+    file of the folder that the environment variable TILEWEAVE_CACHE names (`~/.cache/tileweave` if it does not), by op,
+    shape, hardware and versions; where rank 0 finds them there nothing is measured. The group uses the result as long
+    as it lives, for calls of this shape with the options' defaults (a bias or another dtype of 16 bits makes no
+    difference), unless they have a `plan`. `explain` then shows `predicted_us` and `measured_us`.
+
+    Args:
+        op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention" or "ulysses_attention".
+        shape: sizes of the whole problem, as `tileweave.plan` takes them.
+        dtype: torch.bfloat16 or torch.float16.
+        group: as the op takes it. In an emulated world, and where no kernel serves the shape, there is nothing to
+            measure.
+
+    Returns:
+        A `Tuning`: `plan`, `measured_us`, `times` of all plans that were tried, `cached`; None if there is nothing to
+        measure. The host waits for the GPU.
+
+    Raises:
+        ValueError, TypeError: an unknown op, size or dtype, or sizes that break the op's contract.
+        RuntimeError: while a CUDA graph is being captured.
+        FabricTimeout: a peer did not take part within the group's timeout.
+    """
+    sizes = check_sizes("tune", op, shape, OPS)
+    check_dtype("tune", dtype)
+    cuda = torch.cuda.is_available()
+    if cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("tune: calls are measured, which no CUDA graph can hold: tune before the capture")
+    fabric = fabric_of(group, "cuda" if cuda else "cpu")
+    check_shares("tune", op, sizes, fabric.world_size)
+    site = Site.of(fabric)._replace(tuned=())
+    problem, plans = contenders(op, site, sizes, dtype)
+    clock = CLOCKS.get(fabric.device.type)
+    if not plans or clock is None:
+        return None
+    key = _key(op, problem, fabric)
+    kept = read(key, plans) if fabric.rank == 0 else None
+    told = fabric.gather_values([[plans.index(plan), us] for plan, us in kept] if kept else None)[0]
+    if told:
+        times = [(plans[i], us) for i, us in told]
+    else:
+        times = _measured(fabric, op, problem, plans, _call(op, sizes, dtype, fabric, group), clock)
+        if fabric.rank == 0:
+            write(key, times)
+    plan, us = times[0]
+    reason = f"measured: {us:.1f} us, the fastest of {len(times)} plans here; predicted: {plan.predicted_us} us"
+    _use(fabric, Tuned(op, problem, replace(plan, reason=reason), us))
+    return Tuning(op, tuple(times), bool(told))
+
+
+def _gpu_us(call: Callable[[], Any]) -> float:
+    """Microseconds of a call on the current stream, behind one that is not counted."""
+    call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / CALLS
+
+
+CLOCKS: dict[str, Callable[[Callable[[], Any]], float]] = {"cuda": _gpu_us}  # by device; the emulator has no time
+
+
+def _key(op: str, problem: Any, fabric: Fabric) -> dict[str, Any]:
+    """What a measurement holds for, as plain values."""
+    device, versions = fabric.device, {}
+    for name in ("tileweave", "torch", "triton"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            versions[name] = "unknown"
+    found = None
+    if device.type == "cuda":
+        of = torch.cuda.get_device_properties(device)
+        found = [of.name, of.major, of.minor, of.multi_processor_count, of.total_memory]
+    values = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(problem).items()}
+    return {"op": op, "problem": values, "backend": fabric.backend, "gpu": found, "versions": versions}
+
+
+def _measured(
+    fabric: Fabric, op: str, problem: Any, plans: list[Plan], call: Callable[[], Any],
+    clock: Callable[[Callable[[], Any]], float],
+) -> Times:  # fmt: skip
+    """Microseconds of each plan on the slowest rank, the fastest first: medians of ROUNDS rounds of all plans."""
+    before, rounds = fabric.tuned, []
+    try:
+        with torch.no_grad():
+            for _ in range(ROUNDS):
+                of_a_round = []
+                for plan in plans:
+                    _use(fabric, Tuned(op, problem, plan, 0.0))
+                    of_a_round.append(clock(call))
+                rounds.append(of_a_round)
+    finally:
+        fabric.tuned = before
+        _forget(fabric, op)
+    every = fabric.gather_values([statistics.median(each) for each in zip(*rounds, strict=True)])
+    slowest = [max(each) for each in zip(*every, strict=True)]
+    return sorted(zip(plans, slowest, strict=True), key=lambda each: each[1])
+
+
+def _use(fabric: Fabric, found: Tuned) -> None:
+    """Let the calls of this rank go by what was found, instead of what was found before."""
+    others = [each for each in fabric.tuned if (each.op, each.problem) != (found.op, found.problem)]
+    fabric.tuned = (*others, found)
+    _forget(fabric, found.op)
+
+
+def _forget(fabric: Fabric, op: str) -> None:
+    """Launches that the op has prepared by other plans."""
+    for channel in CHANNELS if op == "ring_attention" else (op,):
+        views = fabric.views(channel)
+        if views is not None:
+            views.clear()
+
+
+def _call(op: str, s: dict[str, int], dtype: torch.dtype, fabric: Fabric, group: Any) -> Callable[[], Any]:
+    """A call of the op on random data of this rank."""
+    world = fabric.world_size
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=fabric.device).to(dtype)
+
+    operands: tuple[torch.Tensor, ...]
+    options: dict[str, Any] = {}
+    if op == "all_gather_matmul":
+        operands = random(s["m"] // world, s["k"]), random(s["k"], s["n"] // world)
+    elif op in ("ring_attention", "ulysses_attention"):
+        each = ("heads", "kv_heads", "kv_heads")
+        operands = tuple(random(s["batch"], s[heads], s["seq"] // world, s["dim"]) for heads in each)
+        options["causal"] = bool(s["causal"])
+        if op == "ring_attention" and s["causal"] and world > 1:
+            options["placement"] = "zigzag"
+    else:
+        depth = s["k"] // world
+        operands = random(s["m"], depth), random(depth, s["n"])
+    return lambda: OPS[op](*operands, group, **options)

@@ -1,0 +1,280 @@
+"""`tileweave.tune`: what is measured, kept, told to all ranks and used, with a clock that says what the test wants."""
+
+import importlib
+import json
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tileweave
+from tileweave.fabric.world import current_group
+from tileweave.ops import route as routing
+from tileweave.ops.contract import Site
+from tileweave.ops.matmul_reduce_scatter import operator, reference, relative_error, tolerance
+from tileweave.ops.plans import contenders
+from tileweave.planner import Plan, Problem
+from tileweave.planner import plan as planner
+from tileweave.planner.tuned import Tuned, path_of, read, write
+
+tuning = importlib.import_module("tileweave.tune")
+OP, SIZES = "matmul_reduce_scatter", {"m": 256, "n": 128, "k": 128}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def world():
+    with tileweave.virtual_world(2, device="cpu") as world:
+        yield world
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Makes plans the faster the less `us(rank, index of the plan)` says. Returns how often each rank asked."""
+    asked = [0, 0]
+
+    def install(us):
+        def fake(call):
+            rank = current_group().rank
+            call()
+            asked[rank] += 1
+            return us(rank, (asked[rank] - 1) % count)
+
+        site = Site("emulated", 2, 4, torch.device("cpu"), None)
+        count = len(contenders(OP, site, SIZES, torch.bfloat16)[1])
+        monkeypatch.setitem(tuning.CLOCKS, "cpu", fake)
+        return asked
+
+    return install
+
+
+def tuned(world):
+    first, second = world.run(lambda rank, group: tileweave.tune(OP, SIZES, group=group))
+    assert first == second
+    return first
+
+
+def operands():
+    a, b = [torch.randn(256, 64).bfloat16() for _ in range(2)], [torch.randn(64, 128).bfloat16() for _ in range(2)]
+    return a, b, reference(a, b)
+
+
+def test_calls_use_what_was_fastest_also_where_an_earlier_one_was_prepared(world, clock, monkeypatch):
+    asked, used = clock(lambda rank, index: 10.0 - index), []
+    fused = operator.fused
+    monkeypatch.setattr(operator, "fused", lambda *args: (used.append(args[5]), fused(*args))[1])
+    a, b, truth = operands()
+
+    def call(rank, group):
+        return tileweave.matmul_reduce_scatter(a[rank], b[rank], group)
+
+    world.run(call)
+    before = used[-1]
+    found = tuned(world)
+    assert asked == [3 * len(found.times)] * 2 and not found.cached
+    assert found.times == tuple(sorted(found.times, key=lambda each: each[1]))
+    used.clear()
+    out = torch.cat(world.run(call))
+    assert relative_error(out, truth) <= tolerance(torch.bfloat16, 2, True)
+    assert [replace(plan, reason="") for plan in used] == [replace(found.plan, reason="")] * 2
+    assert used[0].to_dict() != before.to_dict()
+    told = world.run(lambda rank, group: tileweave.explain(OP, a[rank], b[rank], group))[0]
+    assert told.plan == used[0] and told.measured_us == found.measured_us == min(us for _, us in found.times)
+    assert told.to_dict()["measured_us"] == found.measured_us and told.predicted_us == found.plan.predicted_us
+    decision = world.run(lambda rank, group: tileweave.plan(OP, SIZES, group=group))[0]
+    assert decision.reason == told.reason
+    mine = world.run(lambda rank, group: tileweave.explain(OP, a[rank], b[rank], group, plan=before))[0]
+    assert mine.plan == before and mine.measured_us is None
+
+
+def test_the_slowest_rank_decides_and_all_agree(world, clock):
+    """Plan 0 is fast on one rank and slow on the other."""
+    clock(lambda rank, index: (100.0 if rank else 1.0) if index == 0 else 5.0 + index)
+    found = tuned(world)
+    assert found.measured_us == 6.0 and found.times[-1][1] == 100.0
+
+
+def test_what_is_kept_is_not_measured_again(clock, cache):
+    asked = clock(lambda rank, index: 5.0 + index)
+    seen = []
+    for _ in range(2):
+        with tileweave.virtual_world(2, device="cpu") as world:
+            seen.append(tuned(world))
+    assert [each.cached for each in seen] == [False, True] and seen[0].times == seen[1].times
+    assert asked[0] == 3 * len(seen[0].times) and len(os.listdir(cache)) == 1
+
+
+def test_only_the_first_rank_reads(world, clock, monkeypatch):
+    """So that ranks that see other files agree."""
+    clock(lambda rank, index: 5.0 + index)
+    tuned(world)
+    who = []
+    monkeypatch.setattr(tuning, "read", lambda *args: (who.append(current_group().rank), read(*args))[1])
+    assert tuned(world).cached and who == [0]
+
+
+KEY, PLANS = {"op": "x", "n": [1]}, [Plan(), Plan(stages=3)]
+
+
+def spoil(path, how):
+    """A cache file that nobody should believe."""
+    text = path.read_text()
+    values = json.loads(text)
+    path.unlink()
+    if how == "pipe":
+        os.mkfifo(path)
+    elif how == "folder":
+        path.mkdir()
+    else:
+        changed = {
+            "empty": "", "truncated": text[: len(text) // 2], "deep": "[" * 60000, "long": text + " " * (1 << 16),
+            "list": "[]", "bytes": "\ufffd", "number": text.replace("2.5", "NaN"), "zero": text.replace("2.5", "0"),
+            "digits": text.replace("2.5", "9" * 5000), "text": text.replace("2.5", '"2.5"'),
+            "version": json.dumps({**values, "version": 9}), "key": json.dumps({**values, "key": {"op": "y"}}),
+            "fewer": json.dumps({**values, "times": values["times"][:1]}),
+            "twice": json.dumps({**values, "times": values["times"] * 2}),
+            "other plan": text.replace('"stages": 3', '"stages": 999'),
+            "no tile": text.replace('"tile"', '"tiles"'),
+        }[how]  # fmt: skip
+        assert changed != text
+        path.write_text(changed, encoding="utf-16" if how == "bytes" else "utf-8")
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "empty", "truncated", "deep", "long", "list", "bytes", "number", "zero", "digits", "text", "version", "key",
+        "fewer", "twice", "other plan", "no tile", "pipe", "folder",
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_what_was_written_is_told_and_not_used(how):
+    write(KEY, [(PLANS[1], 2.5), (PLANS[0], 4.0)])
+    assert read(KEY, PLANS) == [(PLANS[1], 2.5), (PLANS[0], 4.0)]
+    spoil(path_of(KEY), how)
+    with pytest.warns(UserWarning, match="is not used, it is measured anew"):
+        assert read(KEY, PLANS) is None
+
+
+def test_it_is_measured_anew_where_the_file_is_broken(world, clock, cache):
+    asked = clock(lambda rank, index: 5.0 + index)
+    found = tuned(world)
+    (path,) = cache.iterdir()
+    path.write_text("{")
+    with pytest.warns(UserWarning, match="is not used"):
+        assert tuned(world) == found
+    assert asked[0] == 6 * len(found.times) and tuned(world).cached
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot be written"):
+        write(KEY, [(PLANS[0], 1.0)])
+
+
+def test_where_the_cache_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("TILEWEAVE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert path_of(KEY).parent == tmp_path / "tileweave" and path_of(KEY) != path_of({**KEY, "n": [2]})
+
+
+def test_a_fault_leaves_the_group_as_it_was(world, monkeypatch):
+    def broken(call):
+        raise OSError("no clock")
+
+    monkeypatch.setitem(tuning.CLOCKS, "cpu", broken)
+    with pytest.raises(OSError, match="no clock"):
+        world.run(lambda rank, group: tileweave.tune(OP, SIZES, group=group))
+    assert world.tuned == [(), ()]
+
+
+@pytest.mark.parametrize(
+    "op, sizes",
+    [
+        ("all_gather_matmul", {"m": 128, "n": 128, "k": 64}),
+        ("matmul_all_reduce", {"m": 128, "n": 128, "k": 128}),
+        ("ring_attention", {"heads": 2, "seq": 256, "dim": 64, "causal": 1}),
+        ("ulysses_attention", {"heads": 2, "seq": 256, "dim": 64}),
+    ],
+)
+def test_every_such_op_can_be_tuned(world, monkeypatch, op, sizes):
+    """The last plan that is tried is the fastest, and the op takes it."""
+    turns = iter(range(1000, 0, -1))
+    monkeypatch.setitem(tuning.CLOCKS, "cpu", lambda call: (call(), float(next(turns)))[1])
+    monkeypatch.setattr(tuning, "ROUNDS", 1)
+    first, second = world.run(lambda rank, group: tileweave.tune(op, sizes, group=group))
+    assert first == second and len(first.times) >= 2
+    decision = world.run(lambda rank, group: tileweave.plan(op, sizes, group=group))[0]
+    assert "measured" in decision.reason and decision.plan.comm_sms == first.plan.comm_sms
+
+
+def test_the_plain_way_is_taken_where_it_was_measured_faster():
+    """By calls that it serves; others have the planner's kernel."""
+    site = Site("processes", 4, 132, torch.device("cuda"), None, "it is off", linked=True, nccl=True)
+    problem, plans = contenders(OP, site, {"m": 4096, "n": 4096, "k": 4096}, torch.bfloat16)
+    assert plans[-1].mechanism == "nccl" and isinstance(problem, Problem)
+    there = site._replace(tuned=(Tuned(OP, problem, plans[-1], 12.5),))
+    found = routing.by_plan(OP, there, problem, planner, None, "torch and NCCL")
+    assert (found.verdict, found.plan, found.measured_us) == ("plain", None, 12.5)
+    assert found.predicted_us == plans[-1].predicted_us
+    assert routing.by_plan(OP, there, problem, planner, None, None).verdict == "fused"
+
+
+def test_nothing_is_measured_without_a_gpu_or_a_kernel(world, clock, tmp_path):
+    assert world.run(lambda rank, group: tileweave.tune(OP, SIZES, group=group)) == [None, None]
+    clock(lambda rank, index: 1.0)
+    assert world.run(lambda rank, group: tileweave.tune(OP, {**SIZES, "n": 12}, group=group)) == [None, None]
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
+    try:
+        assert tileweave.tune(OP, SIZES) is None
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (("grouped_matmul", {}), "tune: no planner for op 'grouped_matmul'"),
+        ((OP, {"m": 0}), "tune: m must be from 1"),
+        ((OP, {}, torch.float32), "tune: dtype must be"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        tileweave.tune(*arguments)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    """Virtual ranks: a measurement, what it leaves, and no measurement in a graph."""
+    sizes = {"m": 2048, "n": 1024, "k": 1024}
+    a, b = (
+        [torch.randn(2048, 512, device="cuda").bfloat16() for _ in range(2)],
+        torch.randn(512, 1024).cuda().bfloat16(),
+    )
+
+    def run(rank, group):
+        found = tileweave.tune(OP, sizes, group=group)
+        again = tileweave.tune(OP, sizes, group=group)
+        return (
+            found,
+            again,
+            tileweave.explain(OP, a[rank], b, group),
+            tileweave.matmul_reduce_scatter(a[rank], b, group),
+        )
+
+    with tileweave.virtual_world(2, device="cuda") as world:
+        (found, again, told, first), (other, _, _, second) = world.run(run)
+    assert found == other and not found.cached and again.cached and again.times == found.times
+    assert 0 < told.measured_us == found.measured_us < 1e4
+    truth = reference(a, [b, b])
+    assert relative_error(torch.cat([first, second]), truth) <= tolerance(torch.bfloat16, 2, True)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="tune before the capture"):
+        tileweave.tune(OP, sizes)
