@@ -14,7 +14,7 @@ from tests.ops.sequence.mutants import judge, put_edited
 from tests.ops.sequence.problems import whole
 
 NAME = "ring_attention"
-WAIT = "gl.wait(flags, block * flags.world + source, work.epoch)"
+WAIT = "gl.wait(work.flags, block * work.flags.world + source, work.epoch)"
 MINE = "place(work, flags.rank, to, head)"
 OWN_KEYS = "gl.where(source == flags.rank, own, offset)"
 THEIRS = "place(work, source, work.flags.rank, "
@@ -24,11 +24,11 @@ OWN = 'if gl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu") == work.end
 
 MUTANTS = {
     # what a load waits for
-    "does not wait for the peers": ([(WAIT, "flags.rank >= 0")], "R"),
+    "does not wait for the peers": ([(WAIT, "source >= 0")], "R"),
     "waits for the previous call's flags": ([(WAIT, WAIT.replace("work.epoch)", "work.epoch - 1)"))], "R"),
-    "waits for the first block only": ([(WAIT, WAIT.replace("block * flags.world + source", "source"))], "R"),
-    "waits for another source": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % flags.world"))], "RD"),
-    "no proxy fence after the flag": ([(f"{WAIT}\n        gl.fence_proxy_async()\n", f"{WAIT}\n")], "R"),
+    "waits for the first block only": ([(WAIT, WAIT.replace("block * work.flags.world + source", "source"))], "R"),
+    "waits for another source": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % work.flags.world"))], "RD"),
+    "no proxy fence after the flag": ([(f"{WAIT}\n    gl.fence_proxy_async()\n", f"{WAIT}\n")], "R"),
     "believes in blocks that have not come": ([("known = block + 1", "known = block + 2")], "R"),
     "believes in all sources after the first": ([("(0 if work.CAUSAL and work.PIECES == 1 else (flags.rank + 1) % flags.world)", "source")], "R"),
     # slots
@@ -59,7 +59,7 @@ MUTANTS = {
     "the count of ends is not put back": ([('            gl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")\n', "")], "RDW"),
     "the epoch is not advanced": ([('            gl.atomic_xchg(state + EPOCH, work.epoch, sem="relaxed", scope="gpu")\n', "            pass\n")], "RDW"),
     # harmless
-    "a fence more": ([(f"{WAIT}\n", f"{WAIT}\n        gl.fence_proxy_async()\n")], None),
+    "a fence more": ([(f"{WAIT}\n", f"{WAIT}\n    gl.fence_proxy_async()\n")], None),
     "remembers nothing": ([("known = block + 1", "known = known")], None),
 }  # fmt: skip
 

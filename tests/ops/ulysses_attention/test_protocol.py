@@ -15,22 +15,24 @@ from tests.ops.sequence.problems import whole
 
 NAME = "ulysses_attention"
 WAIT = "gl.wait(work.flags, block * work.flags.world + source, work.epoch)"
-BACK = "gl.wait(flags, (work.FLAGS + block) * flags.world + peer(work, n, False), work.epoch)"
-FENCE = "        gl.fence_proxy_async()\n    return there, known"
-FENCE_BACK = "                gl.fence_proxy_async()\n                previous = n"
+BACK = "gl.wait(flags, flag, work.epoch)"
+FENCE = "    gl.fence_proxy_async()\n    return there"
+FENCE_BACK = "                gl.fence_proxy_async()\n                previous = flag"
 SIGNAL = "gl.signal(work.flags, peer, (first + b) * work.flags.world + work.flags.rank, work.epoch)"
 PERFORMED = "        gl.store_wait(0)\n        gl.barrier()\n"
 STORED = 'gl.atomic_add(stored, 1, sem="acq_rel", scope="gpu") == high'
-FOUND = "there & (n != previous)"
+FOUND = "there & (flag != previous)"
+COLLECT = "    collect(work, gl.cdiv(tiles, work.matmul.COMM_SMS), returned)\n"
+SEND = "    send_blocks(work, (flags.world - 1) * work.blocks, work.share, work.epoch, fetch, send, tell)\n"
 
 MUTANTS = {
     # what comes
-    "does not wait for the peers": ([(WAIT, "known == known")], "R"),
+    "does not wait for the peers": ([(WAIT, "source >= 0")], "R"),
     "does not wait for queries": ([("return before_kv(work, batch, head, row // work.padded, known)", "return known == known, known")], "R"),
     "waits for the previous call's flags": ([(WAIT, WAIT.replace("work.epoch)", "work.epoch - 1)"))], "R"),
     "waits for the first block only": ([(WAIT, WAIT.replace("block * work.flags.world + source", "source"))], "R"),
     "waits for another source": ([(WAIT, WAIT.replace("+ source", "+ (source + 1) % work.flags.world"))], "RD"),
-    "no proxy fence after the flag": ([(FENCE, "    return there, known")], "R"),
+    "no proxy fence after the flag": ([(FENCE, "    return there")], "R"),
     "one slot for all calls": ([("return (work.epoch & 1) * work.flags.world + source", "return source")], "R"),
     "loads q from this rank's place": ([("at = [place(work, source), batch * work.heads + head, gl.where", "at = [place(work, rank), batch * work.heads + head, gl.where")], "RW"),
     "heads of the first block only": ([("n // (work.flags.world - 1) * work.height + number", "number")], "RW"),
@@ -38,7 +40,7 @@ MUTANTS = {
     "heads of this rank": ([("kv_head = to * work.all_kv_heads", "kv_head = work.flags.rank * work.all_kv_heads")], "W"),
     "tells another receiver": ([("raise_flag(work, peer(work, n, True), 0", "raise_flag(work, peer(work, n + 1, True), 0")], "RD"),
     "raises the first block's flag for all": ([(SIGNAL, SIGNAL.replace("(first + b)", "first"))], "RD"),
-    "expects too few bytes": ([("att.ROWS * att.D * 2)\n        gl.tma_load(att.q_desc", "att.ROWS * att.D)\n        gl.tma_load(att.q_desc")], "RDP"),
+    "expects too few bytes": ([("att.ROWS * att.D * 2)\n    gl.tma_load(att.q_desc", "att.ROWS * att.D)\n    gl.tma_load(att.q_desc")], "RDP"),
     # the mask
     "no diagonal": ([("gl.where(row * 0 + i == 0, -first * work.padded, offset)", "offset")], "RW"),
     "a source too few": ([("row // work.padded + 1 if", "gl.maximum(row // work.padded, 1) if")], "RDW"),
@@ -52,19 +54,19 @@ MUTANTS = {
     "one count for all sources": ([("block * flags.world + source\n        if", "block * flags.world\n        if")], "RD"),
     "stored in the owner's place": ([("at = [place(work, flags.rank), batch", "at = [place(work, source), batch")], "RW"),
     "does not wait for what comes back": ([(BACK, "work.epoch == work.epoch")], "R"),
-    "waits for one block only": ([(BACK, BACK.replace("+ block)", "+ 0 * block)"))], "R"),
+    "waits for one block only": ([("flag = (work.FLAGS + block)", "flag = (work.FLAGS + 0 * block)")], "R"),
     "waits once": ([(FOUND, "there & (previous == -1)")], "R"),
-    "no proxy fence before what comes back": ([(FENCE_BACK, "                previous = n")], "R"),
+    "no proxy fence before what comes back": ([(FENCE_BACK, "                previous = flag")], "R"),
     "a buffer refilled while it is stored": ([("        gl.store_read_wait(0)\n        if i < count:", "        if i < count:")], "R"),
     "stored before it is there": ([("            att.queries.consumer_wait(at)\n            for part", "            for part")], "R"),
-    "collects before everything is sent": ([("    send_blocks(work, (work.flags.world - 1) * work.blocks, work.share, work.epoch, fetch, send, tell)\n    collect(work)\n", "    collect(work)\n    send_blocks(work, (work.flags.world - 1) * work.blocks, work.share, work.epoch, fetch, send, tell)\n")], "RDP"),
-    "does not collect": ([("    collect(work)\n", "")], "RW"),
+    "collects before everything is sent": ([(SEND, ""), (COLLECT, COLLECT + SEND)], "RDP"),
+    "does not collect": ([(COLLECT, "")], "RW"),
     # the end
     "communicators do not end the call": ([("    finish(work)\n\n\n", "    pass\n\n\n")], "RDW"),
     "the count of ends is not put back": ([('            gl.atomic_xchg(state + DONE, 0, sem="relaxed", scope="gpu")\n', "")], "RDW"),
     "the epoch is not advanced": ([('            gl.atomic_xchg(state + EPOCH, work.epoch, sem="relaxed", scope="gpu")\n', "            pass\n")], "RDW"),
     # harmless
-    "a fence more": ([(FENCE, "        gl.fence_proxy_async()\n" + FENCE)], None),
+    "a fence more": ([(FENCE, "    gl.fence_proxy_async()\n" + FENCE)], None),
     "waits for every tile that comes back": ([(FOUND, "there")], None),
 }  # fmt: skip
 

@@ -36,14 +36,13 @@ A wait that times out makes the loader load K from beyond the slot, which TMA fi
 from tileweave import lang as gl
 from tileweave.tiles.attention import NO_MASK, Attention, locate_tile, make_attention, packed_segment, run_attention
 from tileweave.tiles.attention_hooks import (
-    load_kv,
     log_sum_exp,
     no_communicator,
     normalize,
     nothing_before_q,
 )
 from tileweave.tiles.communicator import send_blocks
-from tileweave.tiles.exchange import NEXT, Sender, fetch_kv, finish, load_arrived, raise_flag, send_kv
+from tileweave.tiles.exchange import NEXT, Sender, await_block, fetch_kv, finish, load_from, raise_flag, send_kv
 from tileweave.tiles.matmul import EPOCH, OWN_WORDS
 
 
@@ -185,8 +184,7 @@ def before_kv(work, batch, head, source, known):
     block = block_of(work, batch, head)
     there = known == known
     if (source != flags.rank) & (known <= block):
-        there = gl.wait(flags, block * flags.world + source, work.epoch)
-        gl.fence_proxy_async()
+        there = await_block(work, block, source)
         if not work.attention.PACKED:
             if there & (source == (0 if work.CAUSAL and work.PIECES == 1 else (flags.rank + 1) % flags.world)):
                 known = block + 1
@@ -204,11 +202,10 @@ def place(work, source, receiver, head):
 @gl.jit
 def load_any(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there):
     """Loader: a block of K or V, own or from a slot."""
-    if source == work.flags.rank:
-        load_kv(work, buf, bar, IS_V, batch, head, source, row, there)
-    else:
-        slot, head = place(work, source, work.flags.rank, batch * work.kv_heads + head // work.attention.group)
-        load_arrived(work, buf, bar, IS_V, [slot, head, gl.where(there, row, work.cols), 0])
+    head = head // work.attention.group
+    slot, held = place(work, source, work.flags.rank, batch * work.kv_heads + head)
+    arrived = [slot, held, gl.where(there, row, work.cols), 0]
+    load_from(work, buf, bar, IS_V, source, [batch, head, row, 0], arrived)
 
 
 @gl.jit

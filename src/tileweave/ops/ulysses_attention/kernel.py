@@ -15,7 +15,6 @@ communicator and of the exchange:
 | flags[d][(FLAGS + b) * WORLD + r] = epoch | rank r, the last storer of d's rows of the b-th block | rank d's communicators | release / acquire, sys; then a proxy fence | likewise |
 | slot e % 2 of rank d | peers in call e (TMA stores) | d's loaders and communicators after flags | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
 | state[stored + b * WORLD + d] | each storer, a tile of d's rows of the b-th block performed | nobody; the last one tells | acq_rel, gpu | the last one puts it back to 0 |
-| queries.ready, in a communicator | its TMA loads of what has come | the same CTA | mbarrier, CTA | store_read_wait before the buffer's next load |
 
 A wait that times out makes loads come from beyond the end, which TMA fills with NaN: every role keeps its counts.
 """
@@ -27,7 +26,6 @@ from tileweave.tiles.attention import (
     locate_tile,
     make_attention,
     packed_segment,
-    query_buf,
     run_attention,
 )
 from tileweave.tiles.attention_hooks import (
@@ -36,7 +34,20 @@ from tileweave.tiles.attention_hooks import (
     normalize,
 )
 from tileweave.tiles.communicator import send_blocks
-from tileweave.tiles.exchange import NEXT, Sender, fetch_kv, finish, load_arrived, moved, raise_flag, send_kv
+from tileweave.tiles.exchange import (
+    NEXT,
+    Sender,
+    await_block,
+    collect,
+    fetch_kv,
+    fetch_q,
+    finish,
+    load_from,
+    moved,
+    raise_flag,
+    send_kv,
+    send_q,
+)
 from tileweave.tiles.matmul import EPOCH, OWN_WORDS
 
 
@@ -139,8 +150,7 @@ def before_kv(work, batch, head, source, known):
     there = known == known
     if source != work.flags.rank:
         block = (batch * work.kv_heads + head // work.attention.group) // work.height
-        there = gl.wait(work.flags, block * work.flags.world + source, work.epoch)
-        gl.fence_proxy_async()
+        there = await_block(work, block, source)
     return there, known
 
 
@@ -165,16 +175,10 @@ def load_q(work, buf, bar, batch, head, row, there):
 @gl.jit
 def load_kv(work, buf, bar, IS_V: gl.constexpr, batch, head, source, row, there):
     """Loader: a block of K or V, own or from a slot."""
-    att, rank = work.attention, work.flags.rank
-    head = head // att.group
-    own = [batch, rank * work.all_kv_heads // work.flags.world + head, row, 0]
-    at = [place(work, source), batch * work.kv_heads + head, gl.where(there, row, work.cols), 0]
-    if source != rank:
-        load_arrived(work, buf, bar, IS_V, at)
-    elif IS_V:
-        gl.tma_load(att.v_desc, own, bar, buf)
-    else:
-        gl.tma_load(att.k_desc, own, bar, buf)
+    head = head // work.attention.group
+    own = [batch, work.flags.rank * work.all_kv_heads // work.flags.world + head, row, 0]
+    arrived = [place(work, source), batch * work.kv_heads + head, gl.where(there, row, work.cols), 0]
+    load_from(work, buf, bar, IS_V, source, own, arrived)
 
 
 @gl.jit
@@ -226,26 +230,14 @@ def item(work, n, i):
 
 
 @gl.jit
-def small(work, at):
-    """A buffer of the ring as one of ROWS rows."""
-    att = work.attention
-    like = att.q_desc
-    return gl.reinterpret(
-        att.kv_bufs.index(at.slot), like.dtype, [att.BN // att.ROWS] + like.block_shape, like.layout
-    ).index(0)
-
-
-@gl.jit
 def fetch(work, n, i, at):
     """Communicator: a tile of own q, K or V, of the receiver's heads."""
-    att, to = work.attention, peer(work, n, True)
+    to = peer(work, n, True)
     kind, head, q_head, row = item(work, n, i)
-    bar, batch = att.ring.ready_at(at), head // work.kv_heads
-    head = head % work.kv_heads
+    batch, head = head // work.kv_heads, head % work.kv_heads
     kv_head = to * work.all_kv_heads // work.flags.world + head
     if kind == 0:
-        gl.mbarrier_expect(bar, att.ROWS * att.D * 2)
-        gl.tma_load(att.q_desc, [batch, to * work.heads + head * att.group + q_head, row, 0], bar, small(work, at))
+        fetch_q(work, [batch, to * work.heads + head * work.attention.group + q_head, row, 0], at)
     else:
         fetch_kv(work, kind == 2, [batch, kv_head, row, 0], at)
 
@@ -253,12 +245,10 @@ def fetch(work, n, i, at):
 @gl.jit
 def send(work, n, i, at, epoch):
     """Communicator: push it into this rank's place in a slot of the receiver."""
-    att, to, mine = work.attention, peer(work, n, True), place(work, work.flags.rank)
+    to, mine = peer(work, n, True), place(work, work.flags.rank)
     kind, head, q_head, row = item(work, n, i)
     if kind == 0:
-        gl.store_async(
-            work.q_slots, to, [mine, head * att.group + q_head, row, 0], moved(small(work, at), work.q_slots)
-        )
+        send_q(work, to, [mine, head * work.attention.group + q_head, row, 0], at)
     else:
         send_kv(work, kind == 2, to, [mine, head, row, 0], at)
 
@@ -270,66 +260,28 @@ def tell(work, n, epoch):
 
 
 @gl.jit
-def collect(work):
-    """Communicator: bring own rows of the others' heads from the slot to the result, as the flags of their blocks rise."""
-    att, flags = work.attention, work.flags
+def returned(work, i):
+    """Communicator: this CTA's i-th tile of what comes back, own rows of the others' heads: block, rank, head, row, whether
+    there is such a tile."""
+    att = work.attention
     TILE: gl.constexpr = att.CONSUMERS * att.ROWS
     across = work.padded // TILE
     per = work.height * att.group * across  # of a block, from one rank
-    to, at, previous, met = att.queries.start(), att.queries.start(), -1, work.epoch == work.epoch
-    count = gl.cdiv((flags.world - 1) * work.blocks * per, work.matmul.COMM_SMS)
-    for i in range(0, count + 1):
-        gl.store_read_wait(0)
-        if i < count:
-            n, head, row, there = arrival(work, i, per, across)
-            if there & (n != previous):
-                block = n // (flags.world - 1)
-                met = gl.wait(flags, (work.FLAGS + block) * flags.world + peer(work, n, False), work.epoch)
-                gl.fence_proxy_async()
-                previous = n
-            source = gl.where(met & there, row, work.rows)
-            gl.mbarrier_expect(att.queries.ready_at(to), TILE * att.D * 2)
-            for part in gl.static_range(att.CONSUMERS):
-                where = [place(work, peer(work, n, False)), head, source + part * att.ROWS, 0]
-                gl.load_async(
-                    work.out_slots,
-                    flags.rank,
-                    where,
-                    moved(query_buf(att, to, part), work.out_slots),
-                    att.queries.ready_at(to),
-                )
-            to = att.queries.next(to)
-        if i > 0:
-            n, head, row, there = arrival(work, i - 1, per, across)
-            att.queries.consumer_wait(at)
-            for part in gl.static_range(att.CONSUMERS):
-                where = [
-                    head // work.heads,
-                    peer(work, n, False) * work.heads + head % work.heads,
-                    row + part * att.ROWS,
-                    0,
-                ]
-                gl.tma_store(work.out, where, query_buf(att, at, part))
-            at = att.queries.next(at)
-    gl.store_read_wait(0)
-
-
-@gl.jit
-def arrival(work, i, per, across):
-    """This CTA's i-th tile of what comes back: block and rank, head, row (beyond the end if there is no such tile)."""
     t = i * work.matmul.COMM_SMS + gl.program_id(0)
     n, u = t // per, t % per
-    head = n // (work.flags.world - 1) * work.height * work.attention.group + u // across
-    there = (n < (work.flags.world - 1) * work.blocks) & (head < work.batches * work.heads)
-    row = u % across * (work.attention.CONSUMERS * work.attention.ROWS)
-    return n, head, gl.where(there, row, work.rows), there
+    block, head = n // (work.flags.world - 1), u // across
+    head += block * work.height * att.group
+    there = (block < work.blocks) & (head < work.batches * work.heads)
+    return block, peer(work, n, False), head, gl.where(there, u % across * TILE, work.rows), there
 
 
 @gl.jit
 def communicate(work):
     """Communicator: send everything, then collect."""
-    send_blocks(work, (work.flags.world - 1) * work.blocks, work.share, work.epoch, fetch, send, tell)
-    collect(work)
+    flags, att = work.flags, work.attention
+    send_blocks(work, (flags.world - 1) * work.blocks, work.share, work.epoch, fetch, send, tell)
+    tiles = (flags.world - 1) * work.blocks * work.height * att.group * (work.padded // (att.CONSUMERS * att.ROWS))
+    collect(work, gl.cdiv(tiles, work.matmul.COMM_SMS), returned)
     finish(work)
 
 
