@@ -82,6 +82,14 @@ def relative_error(got, true):
     return ((got.double() - true.double()).norm() / (scale if scale > 0 else 1.0)).item()
 
 
+def assert_each_near(out, true, dtype):
+    """Every element is within a few roundings of `dtype`, of its row's largest value where it is small itself: a row in
+    another's place, of which a norm over all rows might say little, is not."""
+    largest = true.abs().amax(-1, keepdim=True).clamp(min=1e-2)
+    apart = (out.float() - true).abs() / largest
+    assert out.shape == true.shape and (apart <= 12 * ROUNDING[dtype]).all(), apart.max()
+
+
 def assert_near(got, true, dtype, slack=3):
     """Every result has no more than a few roundings of `dtype` in the Frobenius norm, and no NaN."""
     assert len(got) == len(true)

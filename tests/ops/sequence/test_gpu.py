@@ -8,7 +8,7 @@ import torch
 import tileweave as tw
 from tests.fabric.test_virtual import capture
 from tests.ops.sequence.fused import assert_right, explained, placed, plan, run_calls
-from tests.ops.sequence.problems import assert_near, run, truth, whole
+from tests.ops.sequence.problems import assert_each_near, assert_near, run, truth, whole
 from tileweave import FabricTimeout
 from tileweave.fabric import fabric_of
 from tileweave.ops.sequence.local import attend, attend_backward, kernel_of
@@ -61,7 +61,9 @@ def test_values_and_gradients(world, heads, kv_heads, rows, dim, causal, layout,
             for seed in range(2):
                 tensors = whole(2, heads, kv_heads, rows, dim, dtype=torch.bfloat16, seed=seed, device="cuda")
                 got = run(w, getattr(tw, op), tensors, **options, **more)
-                assert_near(got, truth(tensors, **options), torch.bfloat16, slack=6)
+                true = truth(tensors, **options)
+                assert_near(got, true, torch.bfloat16, slack=6)
+                assert_each_near(got[0], true[0], torch.bfloat16)
 
 
 @pytest.mark.parametrize("op", OPS)
