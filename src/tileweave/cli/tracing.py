@@ -24,6 +24,7 @@ from tileweave.cli.problem import BadUsage
 from tileweave.emulator.search import Choice, choosing
 from tileweave.emulator.timeline import FLAG, REGISTERS, Flow, Rates, Span, TimeOrder, chrome_trace
 from tileweave.fabric.stamping import BETWEEN, stamping
+from tileweave.lang.stamps import WGMMA
 from tileweave.planner.hardware import Hardware, profile
 
 GPU = "h200"
@@ -34,6 +35,7 @@ COLORS = {
     BETWEEN: "tab:blue",
     "wgmma": "tab:blue", "TMA load": "tab:cyan", "TMA store": "tab:orange", "TMA reduce-add": "tab:orange",
     "copy-engine copy": "tab:purple", REGISTERS: "tab:olive", FLAG: "tab:red",
+    WGMMA: "skyblue",
 }  # fmt: skip
 OTHER_WAIT = "lightgrey"
 

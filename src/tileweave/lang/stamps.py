@@ -20,12 +20,12 @@ END, START = 0, 1 << 15  # ids of a warp's last stamp, and of its first, plus th
 MAIN = "main"
 LIBRARY = Path(__file__).parents[1]
 
-FLAG, MBARRIER = "wait for a flag", "wait for an mbarrier"
+FLAG, MBARRIER, WGMMA = "wait for a flag", "wait for an mbarrier", "wait for wgmma"
 _KINDS = {
     r"ld\.acquire\.sys": FLAG,
     r"mbarrier\.try_wait": MBARRIER,
     r"cp\.async\.bulk\.wait_group": "wait for TMA stores",
-    r"wgmma\.wait_group": "wait for wgmma",
+    r"wgmma\.wait_group": WGMMA,
     r"griddepcontrol\.wait": "wait for the kernel before",
 }
 _WAIT = re.compile("|".join(f"({pattern})" for pattern in _KINDS))
