@@ -1,5 +1,6 @@
 """Hosts: a thread per rank, one at a time; launches, meetings, touches, failures."""
 
+import gc
 import threading
 
 import pytest
@@ -265,3 +266,15 @@ def test_reads_of_other_parts_are_found_after_a_meeting():
 
     with pytest.raises(RaceError, match="x"):
         world.run(fn)
+
+
+def test_a_run_leaves_the_garbage_collector_as_it_was():
+    before, seen = gc.get_threshold(), []
+
+    def fn(rank):
+        seen.append(gc.get_threshold())
+        raise KeyError(rank)
+
+    with pytest.raises(KeyError):
+        World(1).run(fn)
+    assert gc.get_threshold() == before and seen[0][0] > before[0] and gc.get_freeze_count() == 0

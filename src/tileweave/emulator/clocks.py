@@ -156,8 +156,10 @@ class Clock:
         """Learn of an asynchronous completion, which carries an implicit proxy fence for its own accesses, but none
         between aliases."""
         self.reserve(lane + 1)
-        column = self.local[:ALIAS, lane]
-        np.maximum(column, count, out=column)
+        local = self.local
+        for row in range(ALIAS):
+            if local[row, lane] < count:
+                local[row, lane] = count
 
     def follow(self, counts: np.ndarray) -> None:
         """Learn what an asynchronous operation on shared memory came after, `counts` in its view, of its completion."""

@@ -223,7 +223,7 @@ class Pointer:
         offset = self.offset
         keep = None if mask is None else torch.as_tensor(raw(mask)).expand(offset.shape)
         elements = offset.numpy()
-        first = int(elements.flat[0]) if elements.size else 0
+        first = elements.item(0) if elements.size else 0
         kept = None if keep is None else keep.numpy().tobytes()
         meant = _meant((elements - first).tobytes(), elements.shape, kept, size)
         region = meant.region.moved(first * size)

@@ -32,6 +32,7 @@ from tileweave.lang.launches import launched_ahead
 
 _COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
 _MEMORIES_KEPT = 256  # storages that keep their regions over a meeting, for the next launch
+_COLLECT = 100_000  # objects that a run makes between two looks for garbage in cycles, of which it makes little
 _LOOK = 256  # steps between two looks at how many there were
 
 
@@ -128,8 +129,12 @@ class World:
         for host in self.hosts:
             cta = CTA(self, host.rank, None, HOST_LAUNCH, past, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
-        # A run makes garbage in cycles. To look for it among all that the process held before takes as long as the run.
+        # A run makes little garbage in cycles. To look for it among all that the process held before takes as long as
+        # the run, and to look often a sixth of it.
+        often = gc.get_threshold()
         gc.freeze()
+        if often[0]:
+            gc.set_threshold(max(often[0], _COLLECT), *often[1:])
         try:
             # Ranks may run in inference mode: what they made there can be written only in it. Tiles are on the CPU;
             # to say so where the default device is the CPU anyway would slow them down.
@@ -150,6 +155,7 @@ class World:
             self._reset()
             self.hub = None
             gc.unfreeze()
+            gc.set_threshold(*often)
 
     def launch(
         self,
