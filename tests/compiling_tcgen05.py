@@ -37,13 +37,16 @@ NAMES = tuple(f"{op}: {name}" for op, variants in OPS.items() for name in varian
 PLANS = ("tile", "stages", "split", "schedule", "comm_sms")
 
 
-def report(name: str) -> dict:
-    """One variant; of matmul_reduce_scatter, without any field of a Plan, the planner's."""
+def report(name: str) -> dict | list[dict]:
+    """One variant, or one of the collectives; of matmul_reduce_scatter, without any field of a Plan, the planner's."""
     from tests import compiling
     from tests.ops.all_gather_matmul.compiling import compiled as gather
+    from tests.ops.compiling_collectives import report as collectives
     from tests.ops.matmul_all_reduce.compiling import compiled as reduce
 
     op, variant = name.split(": ")
+    if op == "collectives":
+        return collectives(variant, "tcgen05")
     options = dict(OPS[op][variant])
     if op == "matmul_reduce_scatter":
         fields = {key: options.pop(key) for key in PLANS if key in options}

@@ -153,6 +153,15 @@ class TestOnAFakeMachine:
         assert "GPU 1: NVIDIA H200 is sm_80, not sm_90" in found["backends"]["processes"]["reason"]
         assert any("Hopper GPU" in advice for advice in found["advice"])
 
+    @pytest.mark.parametrize("tried", [False, True])
+    def test_blackwell_is_tried_where_the_environment_says_so(self, monkeypatch, capsys, tried):
+        FakeMachine(monkeypatch, capability=(10, 0))
+        monkeypatch.setenv("TILEWEAVE_EXPERIMENTAL", "sm100" if tried else "")
+        found, _ = self.examined(capsys)
+        assert all(found["backends"][name]["works"] is tried for name in ("virtual", "processes"))
+        assert tried or "TILEWEAVE_EXPERIMENTAL=sm100" in found["backends"]["virtual"]["reason"]
+        assert any("never run on one" in advice for advice in found["advice"])
+
     def test_without_cuda_bindings_and_nvidia_smi(self, monkeypatch, capsys):
         FakeMachine(monkeypatch, bindings=False, smi=RuntimeError("nvidia-smi is not installed"))
         found, text = self.examined(capsys)

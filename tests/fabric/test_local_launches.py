@@ -38,6 +38,7 @@ def without_a_gpu(monkeypatch, enqueued):
         monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(variants, "launched_ahead", lambda kernel: False)
     monkeypatch.setattr(virtual, "enqueue", lambda compiled, *_: enqueued.append(compiled.name))
     return VirtualWorld(3, torch.device("cpu"), 4, 5.0)

@@ -15,10 +15,10 @@ from tileweave.ops.collectives.launch import prepare
 ACCESSES = {"loads": r"\bLDG\.E\.(\S+\.)?128\b", "stores": r"\bSTG\.E\.(\S+\.)?128\b"}
 
 
-def report(name: str) -> list[dict]:
-    """One variant through the op's own launch code: a report for each launch."""
+def report(name: str, core: str = "wgmma") -> list[dict]:
+    """One variant through the op's own launch code, for the GPUs that have `core`: a report for each launch."""
     world, dtype, shape, op, options = VARIANTS[name]
-    fabric = CompilingFabric(world)
+    fabric = CompilingFabric(world, core)
     with disassemblies() as texts:
         x = meta(*shape, dtype=getattr(torch, dtype))
         prepare(fabric, check(op, world, x, *options)).launch(fabric, x)

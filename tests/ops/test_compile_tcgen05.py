@@ -1,6 +1,6 @@
 """The ops' kernels compile for sm_100a, by tcgen05, under the newest Triton (the one installed) and the oldest one."""
 
-from tests.compilers import SHARED_LIMIT, needs_triton, report, variants
+from tests.compilers import NEWEST, SHARED_LIMIT, needs_triton, report, variants
 from tests.compiling_tcgen05 import NAMES
 
 OLDEST = (
@@ -26,3 +26,9 @@ def test_a_variant_multiplies_by_tcgen05_alone(triton, name):
     assert r["tensor_columns"] == columns, "two accumulators"
     assert {128, 256} <= set(r["setmaxnreg"]), "of worker warps, and of the multiplier"
     assert r["UTMALDG"] >= 2 and r["UTMASTG"] >= 1
+
+
+def test_a_collective_that_sums():
+    for r in report("tests.compiling_tcgen05", NEWEST, "collectives: all_reduce, two shots"):
+        assert r["target"] == "sm_100a" and r["tensor_columns"] == 0
+        assert r["stack"] <= 24, "a few values that only flags need, as for sm_90a"

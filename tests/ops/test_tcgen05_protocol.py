@@ -2,16 +2,15 @@
 are found."""
 
 import pytest
-import torch
 
 import tileweave as tw
 from tests.ops import problems as scatter
+from tests.ops import test_float8 as float8
 from tests.ops.all_gather_matmul import problems as gather
 from tests.ops.matmul_all_reduce import problems as reduce
 from tests.ops.mutants import MATMUL, TCGEN05, put_edited
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
-from tileweave.ops.matmul_reduce_scatter import tolerance
 
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 
@@ -50,22 +49,10 @@ def test_matmul_reduce_scatter_is_right_and_clean(name):
 
 def test_float8_operands():
     """Scales are those of a part's rows and columns."""
-    g = torch.Generator().manual_seed(0)
-    world, rows, n, k = 2, 136, 136, 272
-    a = [torch.randn(world * rows, k, generator=g).to(torch.float8_e4m3fn) for _ in range(world)]
-    b = [torch.randn(n, k, generator=g).to(torch.float8_e4m3fn).t() for _ in range(world)]
-    of_rows = [torch.rand(world * rows, 1, generator=g) for _ in range(world)]
-    of_columns = [torch.rand(1, n, generator=g) for _ in range(world)]
-    truth = sum(x.float() @ y.float() * s * t for x, y, s, t in zip(a, b, of_rows, of_columns, strict=True))
-
-    def call(rank, group):
-        chosen = plan(tile=(128, 128, 128))
-        scales = dict(scale_a=of_rows[rank], scale_b=of_columns[rank])
-        return tw.matmul_reduce_scatter(a[rank], b[rank], group, plan=chosen, **scales)
-
-    with tw.virtual_world(world, device="cpu", sms=3) as w:
-        got = torch.cat(w.run(call))
-    assert (got.float() - truth).norm() / truth.norm() <= tolerance(torch.bfloat16, world, True)
+    a, b, scales = float8.operands(2, 2 * 136, 136, 272, True)
+    with tw.virtual_world(2, device="cpu", sms=3) as w:
+        outs = float8.run(w, a, b, scales, calls=2, plan=plan(tile=(128, 128, 128)))
+    float8.assert_scaled_right(outs, a, b, scales)
 
 
 @pytest.mark.parametrize("schedule", ["one_shot", "intra_sm", "inter_sm"])

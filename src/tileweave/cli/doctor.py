@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tileweave import __version__
 from tileweave.cli import probe
 from tileweave.fabric import cuda_refusal
-from tileweave.fabric.capability import multicast_forbidden
+from tileweave.fabric.capability import EXPERIMENTAL, TRIED, multicast_forbidden
 from tileweave.fabric.processes import process_refusal
 from tileweave.lang import HAS_TRITON
 
@@ -122,7 +122,11 @@ def _advice(gpus: list[dict[str, Any]], access: list[list[bool]]) -> list[str]:
     if gpus and _version_of("cuda-bindings") is None:
         advice.append("peer memory between processes needs cuda-bindings: pip install cuda-bindings")
     hoppers = [gpu for gpu in gpus if gpu["capability"] == "9.0"]
-    if not hoppers:
+    if any(gpu["capability"] == "10.0" for gpu in gpus):
+        advice.append(
+            f"kernels for Blackwell have never run on one: {EXPERIMENTAL}={TRIED} tries them, docs/blackwell.md"
+        )
+    elif not hoppers:
         advice.append("for kernels on hardware: a Hopper GPU (H100, H200; compute capability 9.0) and its driver")
     elif len(hoppers) == 1:
         advice.append("for one process per GPU: a second Hopper GPU that this one reaches, over NVLink")

@@ -10,6 +10,18 @@ from tileweave import lang
 MULTICAST_ON = {"NCCL_NVLS_ENABLE": ("", "1", "2"), "TORCH_SYMM_MEM_DISABLE_MULTICAST": ("", "0")}
 
 
+# What tensor cores multiply by, see `Plan.core`, by the capability of the GPUs that there are kernels for. Those for
+# BLACKWELL have never run on one: they do only where the environment says EXPERIMENTAL=TRIED.
+BLACKWELL = (10, 0)
+CORES = {(9, 0): "wgmma", BLACKWELL: "tcgen05"}
+EXPERIMENTAL, TRIED = "TILEWEAVE_EXPERIMENTAL", "sm100"
+
+
+def tensor_cores(device: torch.device) -> tuple[str, ...]:
+    """What the tensor cores of a CUDA device that is not refused multiply by."""
+    return (CORES[torch.cuda.get_device_capability(device)],)
+
+
 def cuda_refusal(device: torch.device | str) -> str | None:
     """Why fused kernels cannot run on a device; None if they can."""
     device = torch.device(device)
@@ -18,8 +30,11 @@ def cuda_refusal(device: torch.device | str) -> str | None:
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA GPU"
     capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}, not sm_90 (Hopper)"
+    tried = os.environ.get(EXPERIMENTAL, "").strip() == TRIED
+    if capability not in CORES or (capability == BLACKWELL and not tried):
+        refusal = f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}, not sm_90 (Hopper)"
+        untried = f"; {EXPERIMENTAL}={TRIED} tries kernels that have never run on such a GPU"
+        return refusal + untried if capability == BLACKWELL else refusal
     return None if lang.HAS_TRITON else "Triton is not installed"
 
 

@@ -18,7 +18,7 @@ class EmulatedWorld(World):
     replays exactly.
     """
 
-    backend = "emulated"
+    backend, cores = "emulated", ("wgmma", "tcgen05")
 
     def __init__(self, size: int, seed: int, sms: int, delayed: Sequence[int], timeout: float):
         super().__init__(size, torch.device("cpu"), sms, timeout)
@@ -66,7 +66,6 @@ class EmulatedFabric(WorldFabric):
     """One rank of an emulated world."""
 
     world: EmulatedWorld
-    cores = ("wgmma", "tcgen05")
 
     def multicast_refusal(self) -> str | None:
         return None

@@ -31,7 +31,7 @@ from tileweave.fabric.base import (
     Variant,
     debug_mode,
 )
-from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank
+from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank, tensor_cores
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.stamping import to_launch
 from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
@@ -63,7 +63,7 @@ class Facts:
 
     error: what is wrong with its settings, if anything; refusal: why it cannot take part, if so; machine, gpu:
     identities; timeout in seconds; debug: whether it asks for debug mode; multicast: why it must not use multicast, if
-    so.
+    so; cores: those of its GPU.
     """
 
     error: str | None
@@ -73,6 +73,7 @@ class Facts:
     timeout: float
     debug: bool
     multicast: str | None
+    cores: list[str]
 
 
 @dataclass
@@ -133,6 +134,7 @@ class ProcessFabric(DistributedFabric):
         self.timeout = facts[0].timeout
         self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
+            self.cores = tuple(facts[0].cores)
             sharing = max(Counter(fact.gpu for fact in facts).values())
             self.linked = sharing == 1
             self.nccl = self.linked and "cuda:nccl" in dist.get_backend_config(group).split(",")
@@ -368,6 +370,9 @@ class ProcessFabric(DistributedFabric):
                 return f"rank {rank}: {fact.refusal}"
         if len({fact.machine for fact in facts}) > 1:
             return f"the ranks are on {len({fact.machine for fact in facts})} machines; peer memory needs one"
+        cores = sorted({core for fact in facts for core in fact.cores})
+        if len(cores) > 1:
+            return f"the ranks' GPUs are of several kinds, which multiply by {' and '.join(cores)}; a group has one"
         return None
 
     @staticmethod
@@ -402,7 +407,8 @@ def _facts(device: torch.device) -> Facts:
     machine = boot.read_text().strip() if boot.exists() else "unknown"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
     multicast = refusal or multicast_refusal(device)
-    return Facts(error, refusal, machine, gpu, timeout, debug, multicast)
+    cores = [] if refusal else list(tensor_cores(device))
+    return Facts(error, refusal, machine, gpu, timeout, debug, multicast, cores)
 
 
 def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:

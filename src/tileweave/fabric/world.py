@@ -58,6 +58,7 @@ class World(ABC):
     """
 
     backend: str
+    cores: tuple[str, ...]
 
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         self.size, self.device, self.sms, self.timeout = size, device, sms, timeout
@@ -160,7 +161,7 @@ class WorldFabric(Fabric):
     def __init__(self, world: World, rank: int):
         self.world, self.rank = world, rank
         self.backend, self.world_size, self.device, self.sms = world.backend, world.size, world.device, world.sms
-        self.debug = debug_mode()
+        self.cores, self.debug = world.cores, debug_mode()
 
     @property
     def tuned(self) -> tuple[Any, ...]:

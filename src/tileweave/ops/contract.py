@@ -142,15 +142,25 @@ class Site(NamedTuple):
         return min(sms, max_sms) if max_sms else sms
 
 
-def out_of_reach(site: Site, device: torch.device, name: str = "a") -> str | None:
-    """Why no kernel of a world can serve the operand `name`, which is on `device`; None if one can."""
+def out_of_reach(site: Site, device: torch.device, name: str = "a", cores: tuple[str, ...] = ("wgmma",)) -> str | None:
+    """Why no kernel of a world can serve the operand `name`, which is on `device`; None if one can. cores: those that
+    the op has kernels for; () if these do not multiply."""
     if site.refusal:
         return site.refusal
+    if why := coreless(cores, site.cores):
+        return why
     if site.world > MAX_RANKS:
         return f"the group has {site.world} ranks, more than the {MAX_RANKS} that a channel has words for"
     if device.type != site.device.type:
         return f"{name} is on {device}, the ranks of this world are on {site.device}"
     return None
+
+
+def coreless(kernels: tuple[str, ...], there: tuple[str, ...]) -> str | None:
+    """Why no tensor cores of those that are `there` can multiply as any of the `kernels` does; None if some can."""
+    if not kernels or set(kernels) & set(there):
+        return None
+    return f"the kernel multiplies by {' or '.join(kernels)}, this GPU by {' or '.join(there)}"
 
 
 def unaligned(*sizes: tuple[str, int, int]) -> str | None:

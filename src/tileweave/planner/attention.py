@@ -61,6 +61,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
     name, dim = problem.name, problem.dim
     if plan.mechanism != "tma":
         return f"plan.mechanism={plan.mechanism!r}: {name} has 'tma'"
+    if plan.core != "wgmma":
+        return f"plan.core={plan.core!r}: {name} has 'wgmma'"
     schedules = ("inter_sm", TWO_BLOCKS) if problem.gathered else ("inter_sm",)
     if plan.schedule not in schedules:
         return f"plan.schedule={plan.schedule!r}: {name} has {' and '.join(map(repr, schedules))}"

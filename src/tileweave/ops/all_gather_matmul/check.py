@@ -25,6 +25,7 @@ from tileweave.ops.route import Route, by_plan, fallback
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import all_gather_matmul as planner
 from tileweave.planner.all_gather_matmul import Problem, unsupported
+from tileweave.planner.tiling import CORES
 
 NAME = "all_gather_matmul"
 WAY = "the group's all-gather, then torch.matmul"  # without a kernel
@@ -145,7 +146,7 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
-    refusal = out_of_reach(site, device) or unaddressable(call)
+    refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware) or impossible(site, plan)):
         raise ValueError(f"{NAME}: {why}")

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tileweave.fabric import Fabric
-from tileweave.ops.contract import DTYPES
+from tileweave.ops.contract import DTYPES, coreless
 
 NAME = "attention"
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, heads, rows and dim stand
@@ -83,7 +83,7 @@ def check(
 
 def unsupported(fabric: Fabric, call: Call) -> str | None:
     """Why the kernel cannot compute a call; None if it can."""
-    if refusal := fabric.refusal():
+    if refusal := fabric.refusal() or coreless(("wgmma",), fabric.cores):
         return refusal
     if call.dim % 8 or call.dim > DIMS[-1]:
         return f"heads have dimension {call.dim}: the kernel takes multiples of 8 up to {DIMS[-1]}"

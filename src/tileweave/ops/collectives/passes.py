@@ -132,7 +132,7 @@ def choose(site: Site, call: Call, device: torch.device) -> Route:
     world = site.world
     if world == 1:
         return Route(call.name, site.backend, False, "the world has one rank: the result is a copy of x")
-    refusal = out_of_reach(site, device, "x")
+    refusal = out_of_reach(site, device, "x", cores=())
     if refusal is None and call.reduction and call.dtype not in SUMMED:
         refusal = f"the kernel sums bfloat16, float16 and float32, not {call.dtype}"
     empty = 0 in call.out_shape

@@ -21,6 +21,7 @@ from tileweave.ops.contract import (
 from tileweave.ops.route import Route, by_plan, fallback
 from tileweave.planner import H200, Hardware, Plan, Problem, unsupported
 from tileweave.planner import plan as planner
+from tileweave.planner.tiling import CORES
 
 NAME = "matmul_reduce_scatter"
 WAY = "torch.matmul, then the group's reduce-scatter"  # without a kernel
@@ -114,7 +115,7 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
-    refusal = out_of_reach(site, device) or unaddressable(call)
+    refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
