@@ -94,7 +94,7 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     if told:
         times = [(plans[i], us) for i, us in told]
     else:
-        times = _measured(fabric, op, problem, plans, _call(op, sizes, dtype, fabric, group), clock)
+        times = measured(fabric, op, problem, plans, call_of(op, sizes, dtype, fabric, group), clock)
         if fabric.rank == 0:
             write(key, times)
     plan, us = times[0]
@@ -134,7 +134,7 @@ def _key(op: str, problem: Any, fabric: Fabric) -> dict[str, Any]:
     return {"op": op, "problem": values, "backend": fabric.backend, "gpu": found, "versions": versions}
 
 
-def _measured(
+def measured(
     fabric: Fabric, op: str, problem: Any, plans: list[Plan], call: Callable[[], Any],
     clock: Callable[[Callable[[], Any]], float],
 ) -> Times:  # fmt: skip
@@ -171,15 +171,16 @@ def _forget(fabric: Fabric, op: str) -> None:
             views.clear()
 
 
-def _call(op: str, s: dict[str, int], dtype: torch.dtype, fabric: Fabric, group: Any) -> Callable[[], Any]:
-    """A call of the op on random data of this rank."""
+def call_of(
+    op: str, s: dict[str, int], dtype: torch.dtype, fabric: Fabric, group: Any, **options: Any
+) -> Callable[[], Any]:
+    """A call of `op` on random data of this rank, for a problem of these sizes; `options` go to the op."""
     world = fabric.world_size
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, device=fabric.device).to(dtype)
 
     operands: tuple[torch.Tensor, ...]
-    options: dict[str, Any] = {}
     if op == "all_gather_matmul":
         operands = random(s["m"] // world, s["k"]), random(s["k"], s["n"] // world)
     elif op in ("ring_attention", "ulysses_attention"):

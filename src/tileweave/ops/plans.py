@@ -95,6 +95,11 @@ class _Matmul:
     ask: Callable[[Site, Sizes, torch.dtype, Hardware], tuple[Any, Route]]
     shard: Callable[[Sizes, int], float]
 
+    def every(self, site: Site, sizes: Sizes, dtype: torch.dtype) -> list[Plan]:
+        """What the planner chooses from, the fastest by prediction first."""
+        problem, _ = self.ask(site, sizes, dtype, H200)
+        return [replace(plan, predicted_us=round(us, 1)) for us, plan in self.planner.candidates(problem)]
+
     def contenders(self, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, list[Plan]]:
         """The problem, and the plans that are worth measuring: the first of what the planner tries, and the best of
         each other way, the plain one too. None where no kernel serves it."""
@@ -208,6 +213,13 @@ FIND: dict[str, Callable[..., Found]] = {
     "ulysses_attention": _attention,
     "moe_dispatch_matmul": _dispatch,
 }  # fmt: skip
+
+
+def every_plan(op: str, site: Site, sizes: Sizes, dtype: torch.dtype) -> list[Plan]:
+    """All plans that the planner of a matmul fused with a collective chooses from: the first one is its choice."""
+    find = FIND[op]
+    assert isinstance(find, _Matmul), op
+    return find.every(site, sizes, dtype)
 
 
 def contenders(op: str, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, list[Plan]]:
