@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 LESSON = runpy.run_path(str(ROOT / "examples/05_broadcast_matmul.py"))
 TESTS = f"""
 import runpy
+import threading
 LESSON = runpy.run_path({str(ROOT / "examples/05_broadcast_matmul.py")!r})
 
 def test_right(check_schedules):
@@ -25,6 +26,12 @@ def test_right(check_schedules):
 
 def test_wrong(check_schedules):
     check_schedules(LESSON["told_too_early"], ranks=2)
+
+def waits():
+    threading.Barrier(2).wait()
+
+def test_stuck(check_schedules):
+    check_schedules(waits, seconds=0.1)
 """
 
 
@@ -36,7 +43,8 @@ def test_the_fixture(tmp_path):
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tileweave-schedules", "3", str(tmp_path)],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
-    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "2 failed, 1 passed" in done.stdout, done.stdout + done.stderr
+    assert "stuck when the time was up, at test_them.py:" in done.stdout and "in waits: threading.Bar" in done.stdout
     assert "A race on global memory inbox" in done.stdout and "What would: store_wait" in done.stdout
 
 

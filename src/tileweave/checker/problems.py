@@ -119,14 +119,14 @@ def _sequences(s: dict[str, int], ranks: int, call: int) -> list[tuple]:
 
 def _experts_rows(s: dict[str, int], ranks: int, call: int) -> list[tuple]:
     """Rows of each rank's own experts, of which some have few and one has none."""
-    found = []
+    found, w = [], _normal(s["experts"], s["hidden"], s["inner"], seed=1000 + call)
     for rank in range(ranks):
         g = torch.Generator().manual_seed(call * ranks + rank)
         ends = torch.randint(0, s["tokens"] + 1, (s["experts"] - 1,), generator=g).sort().values
         ends[1:2] = ends[:1]
         offsets = torch.cat([ends, torch.tensor([s["tokens"]])]).int()
         x = _normal(s["tokens"], s["hidden"], seed=2 * (call * ranks + rank))
-        found.append((x, _normal(s["experts"], s["hidden"], s["inner"], seed=1000 + call), offsets))
+        found.append((x, w, offsets))
     return found
 
 

@@ -30,8 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture
 def check_schedules(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """`check_schedules(function, ranks=2, sms=4, schedules=None, seconds=None)`: run a function as
-    `tileweave check module:function` does, in this process; fails the test with the story of what it finds, else
-    returns the Report. `schedules` overrides the command line's."""
+    `tileweave check module:function` does, in this process; fails the test with the story of what it finds, or the
+    line that the function was stuck in when its seconds were up, else returns the Report. `schedules` overrides the
+    command line's."""
     first = request.config.getoption("--tileweave-seed")
     usual = request.config.getoption("--tileweave-schedules")
 
@@ -43,6 +44,8 @@ def check_schedules(request: pytest.FixtureRequest) -> Callable[..., Report]:
         report = check(CallableCase(function, ranks, sms), seeds, seconds=seconds, processes=1)
         if not report.ok:
             pytest.fail(report.story, pytrace=False)
+        if report.stuck:
+            pytest.fail(f"stuck when the time was up, at {report.stuck}", pytrace=False)
         return report
 
     return run

@@ -130,7 +130,7 @@ class World:
             cta = CTA(self, host.rank, None, HOST_LAUNCH, past, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
         # A run makes little garbage in cycles. To look for it among all that the process held before takes as long as
-        # the run, and to look often a sixth of it.
+        # the run, and to look often a few percent of it.
         often = gc.get_threshold()
         gc.freeze()
         if often[0]:
