@@ -5,13 +5,14 @@ from typing import Any
 
 import torch
 
-from tileweave.fabric import MAX_RANKS, fabric_of
+from tileweave.fabric import MAX_RANKS, fabric_of, local_fabric
 from tileweave.ops.contract import Site
 from tileweave.ops.plans import FIND, SIZES, check_dtype, check_shares, check_sizes
 from tileweave.planner import profile
 from tileweave.planner.decision import Decision, Question, settle
 from tileweave.planner.hardware import H200, SHIPPED, Hardware
 
+LOCAL = ("grouped_matmul",)  # ops in which no other rank takes part
 META = torch.device("meta")
 
 
@@ -27,11 +28,11 @@ def plan(
     """What the planner chooses for a call, what comes next, and what it rejects, each with its reason in numbers.
 
     Args:
-        op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention", "ulysses_attention" or
-            "moe_dispatch_matmul".
+        op: the name of any op but `moe_combine`, which is PyTorch's sums and an all_to_all.
         shape: sizes of the whole problem, of which each rank has its share: m, n, k of the whole product; batch, heads,
             kv_heads, seq, dim and causal (0 or 1; a ring then has its pieces in zigzag); tokens, hidden, inner,
-            experts, topk. What is left out has a default.
+            experts, topk; rows, hidden, inner, experts of one rank's grouped_matmul; m, n of what a collective gathers,
+            sums, or cuts by columns. What is left out has a default.
         dtype: torch.bfloat16 or torch.float16, of the operands.
         group: the ranks of a call, as the op takes it: the plan is then that of a call of this rank. Not with `ranks`.
         gpu: a profile that ships, "h100", "h200", "b200" or "gb200-nvl72", or the file of one that `tileweave probe`
@@ -57,7 +58,7 @@ def plan(
     if gpu is not None and not isinstance(gpu, str):
         raise TypeError(f"plan: gpu must be the name of a profile or of a file, got {gpu!r}")
     hardware = profile(gpu if gpu is not None else here() if group is None else H200.name)
-    site = _site(group, hardware, ranks)
+    site = _site(op, group, hardware, ranks)
     check_shares("plan", op, sizes, site.world)
     name = str(dtype).removeprefix("torch.")
     asked = Question(op, hardware, site.world, sizes, name, site.sms or hardware.sms)
@@ -70,11 +71,12 @@ def here() -> str:
     return next((each for each in reversed(SHIPPED) if each.split("-")[0] in name), "h200")
 
 
-def _site(group: Any, hardware: Hardware, ranks: int | None) -> Site:
+def _site(op: str, group: Any, hardware: Hardware, ranks: int | None) -> Site:
     """Where the call would run: in a group, or on so many GPUs of a profile, joined by links and NCCL."""
     if group is not None:
-        return Site.of(fabric_of(group, "cuda" if torch.cuda.is_available() else "cpu"))
-    ranks = hardware.ranks if ranks is None else ranks
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return Site.of(local_fabric(device) if op in LOCAL else fabric_of(group, device))
+    ranks = (1 if op in LOCAL else hardware.ranks) if ranks is None else ranks
     if isinstance(ranks, bool) or not isinstance(ranks, int):
         raise TypeError(f"plan: ranks must be an int, got {ranks!r}")
     if not 1 <= ranks <= MAX_RANKS:

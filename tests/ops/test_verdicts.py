@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import tileweave
+from tileweave import TokenRoute
 from tileweave.ops.contract import Site
-from tileweave.ops.plans import SHARED, SIZES
+from tileweave.ops.plans import COLLECTIVES, SHARED, SIZES
 
 WORLD = 4
-RUNS = settings(max_examples=80, deadline=None, derandomize=True)
+RUNS = settings(max_examples=120, deadline=None, derandomize=True)
 EDGES = {"causal": (0, 1), "dim": (8, 64, 100, 128, 256, 264), "topk": (1, 2, 8), "batch": (1, 2), "kv_heads": (1, 4)}
 FEW_ROWS = {"m": 64, "n": 32768, "k": 8192}  # where NCCL is faster
 SHARES = (1, 2, 7, 9, 12, 16, 64, 1000, 1024, 8192)
@@ -48,6 +49,19 @@ def operands(op, s):
         return (like(s["batch"], s["heads"], rows, s["dim"]), kv, kv), {"causal": causal, **placement}
     if op == "all_gather_matmul":
         return (like(s["m"] // WORLD, s["k"]), like(s["k"], s["n"] // WORLD)), {}
+    if op in COLLECTIVES:
+        rows = s["m"] // (WORLD if op in ("all_gather", "all_to_all") else 1)
+        return (like(rows, s["n"]),), {"split_dim": 1, "concat_dim": 0} if op == "all_to_all" else {}
+    if op == "grouped_matmul":
+        w = like(s["experts"], s["hidden"], s["inner"])
+        return (like(s["rows"], s["hidden"]), w, like(s["experts"], dtype=torch.int32)), {}
+    if op == "moe_matmul_combine":
+        tokens, experts = s["tokens"] // WORLD, s["experts"] // WORLD
+        rows, words = tokens * s["topk"], {"dtype": torch.int32}
+        lists = like(experts, **words), like(rows, **words), like(rows, **words), None, like(tokens, WORLD, **words)
+        more = [like(tokens, s["topk"], **words)] * 2
+        way = TokenRoute(*lists, *more, like(**words), like(s["experts"], **words), tokens, rows, None)
+        return (like(rows, s["inner"]), like(experts, s["inner"], s["hidden"]), way), {}
     if op == "moe_dispatch_matmul":
         tokens = s["tokens"] // WORLD
         w = like(s["experts"] // WORLD, s["hidden"], s["inner"])
@@ -61,7 +75,7 @@ def said(ask):
         answer = ask()
     except ValueError as error:
         return "refused", str(error)
-    plan = answer.plan if answer.verdict == "fused" else None
+    plan = answer.plan if answer.verdict == "fused" and answer.op not in COLLECTIVES else None
     return answer.verdict, answer.reason, plan and (plan.mechanism, plan.schedule, plan.tile, plan.split, plan.comm_sms)
 
 
@@ -69,7 +83,8 @@ def alike(question, group):
     """The verdict, once both have the same."""
     op, sizes = question
     tensors, options = operands(op, sizes)
-    told = said(lambda: tileweave.explain(op, *tensors, group=group, **options))
+    joined = {} if op == "grouped_matmul" else {"group": group}
+    told = said(lambda: tileweave.explain(op, *tensors, **joined, **options))
     planned = said(lambda: tileweave.plan(op, sizes, group=group))
     assert told == planned, question
     return told[0]

@@ -68,7 +68,7 @@ def show(console: Console, decision: Decision) -> None:
     runner_up = [("runner-up", decision.runner_up)] if decision.runner_up else []
     rows = [("plan", decision.plan), *runner_up, *(("rejected", each) for each in decision.rejected)]
     for name, each in rows:
-        tile = "x".join(map(str, each.tile)) if each.mechanism != "nccl" else "-"
+        tile = "x".join(map(str, each.tile)) if each.mechanism != "nccl" and each.tile[0] else "-"
         cells = each.mechanism, each.schedule, tile, str(each.comm_sms), f"{each.predicted_us:.1f}"
         table.add_row(f"[cyan]{name}[/]", *cells)
     console.print(table)

@@ -8,7 +8,11 @@ from typing import Any
 import torch
 
 from tileweave.ops.all_gather_matmul import check as gather_check
+from tileweave.ops.collectives import check as collective_check
+from tileweave.ops.collectives.passes import choose as choose_collective
+from tileweave.ops.collectives.passes import is_two_shot
 from tileweave.ops.contract import DTYPES, Like, Site
+from tileweave.ops.grouped_matmul import check as grouped_check
 from tileweave.ops.matmul_all_reduce import check as reduce_check
 from tileweave.ops.matmul_reduce_scatter import check as scatter_check
 from tileweave.ops.moe import check as moe_check
@@ -16,18 +20,20 @@ from tileweave.ops.moe.routing import Experts
 from tileweave.ops.ring_attention import check as ring_check
 from tileweave.ops.route import Route
 from tileweave.ops.ulysses_attention import check as ulysses_check
-from tileweave.planner import all_gather_matmul, attention, matmul_all_reduce, moe
+from tileweave.planner import all_gather_matmul, attention, collectives, matmul_all_reduce, moe
 from tileweave.planner import plan as matmul_reduce_scatter
 from tileweave.planner.cost import Cost
 from tileweave.planner.decision import Candidate, Found, best_of_ways, plain_candidate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
-from tileweave.planner.tiling import BY_OPERAND_BYTES
+from tileweave.planner.tiling import BY_OPERAND_BYTES, TILINGS, Tiling
 
 Sizes = dict[str, int]
 FIRST, OTHERS = 4, 4  # of the plans that the planner tries, and of those of other ways: how many are measured
 MATMUL = {"m": 8192, "n": 8192, "k": 8192}
 ATTENTION = {"batch": 1, "heads": 32, "kv_heads": 32, "seq": 32768, "dim": 128, "causal": 0}
+EXPERTS = {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8}
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # The sizes of each op's whole problem, with what they are where they are left out.
 SIZES: dict[str, Sizes] = {
     "matmul_reduce_scatter": MATMUL,
@@ -35,12 +41,17 @@ SIZES: dict[str, Sizes] = {
     "matmul_all_reduce": MATMUL,
     "ring_attention": ATTENTION,
     "ulysses_attention": ATTENTION,
-    "moe_dispatch_matmul": {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8},
+    "moe_dispatch_matmul": EXPERTS,
+    "moe_matmul_combine": EXPERTS,
+    "grouped_matmul": {"rows": 32768, "hidden": 7168, "inner": 2048, "experts": 32},
+    **{op: {"m": 8192, "n": 8192} for op in COLLECTIVES},
 }
 # Of these each rank has its share.
 SHARED = {
     "matmul_reduce_scatter": ("m", "k"), "all_gather_matmul": ("m", "n"), "matmul_all_reduce": ("k",),
     "ring_attention": ("seq",), "ulysses_attention": ("seq", "heads"), "moe_dispatch_matmul": ("tokens", "experts"),
+    "moe_matmul_combine": ("tokens", "experts"), "grouped_matmul": (), "all_gather": ("m",), "reduce_scatter": ("m",),
+    "all_reduce": (), "all_to_all": ("m", "n"),
 }  # fmt: skip
 
 
@@ -68,6 +79,12 @@ def check_dtype(caller: str, dtype: Any) -> None:
         raise TypeError(f"{caller}: dtype must be a torch.dtype, got {dtype!r}")
     if dtype not in DTYPES:
         raise ValueError(f"{caller}: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+
+
+def check_topk(s: Sizes) -> None:
+    """ValueError unless a token can choose so many experts."""
+    if s["topk"] > s["experts"]:
+        raise ValueError(f"plan: topk={s['topk']} must be at most experts={s['experts']}, each chosen once")
 
 
 def check_shares(caller: str, op: str, sizes: Sizes, world: int) -> None:
@@ -184,8 +201,7 @@ def _attention(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hard
 
 def _dispatch(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
     """A dispatch, whose plan does not depend on how many tokens there are; its prediction does."""
-    if s["topk"] > s["experts"]:
-        raise ValueError(f"plan: topk={s['topk']} must be at most experts={s['experts']}, each chosen once")
+    check_topk(s)
     experts, tokens = Experts(s["experts"], site.world), s["tokens"] // site.world
     w = _like(site, dtype, experts.most, s["hidden"], s["inner"])
     route = moe_check.choose(site, w, False, experts, None, None, hardware)
@@ -197,6 +213,67 @@ def _dispatch(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardw
     plain = moe.plain_dispatch(problem, route.plan, tokens, s["topk"], hardware) if site.nccl else None
     other = plain_candidate(plain, taken=False) if plain else None
     return Found(route.verdict, route.reason, chosen, [], other, 2.0 * tokens * s["hidden"])
+
+
+def _combine(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
+    """A grouped matmul whose rows go home, if all experts have as many."""
+    check_topk(s)
+    tokens, w = s["tokens"] // site.world, _like(site, dtype, s["experts"] // site.world, s["inner"], s["hidden"])
+    rows = tokens * s["topk"]
+    route = moe_check.choose_combine(site, rows, w, None, hardware)
+    if route.plan is None:
+        return Found(route.verdict, route.reason, None, [], None, 0.0)
+    problem = moe.GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0))
+
+    def cost(tiling: Tiling) -> Cost:
+        return moe.combine_cost(problem, tiling.on(hardware), site.world, tokens, hardware)
+
+    every = _by_tiles(route.plan, cost)
+    tiling = next(each for each in TILINGS if each.tile == route.plan.tile).on(hardware)
+    plain = moe.plain_combine(problem, tiling, site.world, hardware) if site.nccl else None
+    other = plain_candidate(plain, taken=False) if plain else None
+    return Found(route.verdict, route.reason, every[0], every[1:], other, 2.0 * rows * s["hidden"])
+
+
+def _grouped(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
+    """A grouped matmul of one rank."""
+    x, w = _like(site, dtype, s["rows"], s["hidden"]), _like(site, dtype, s["experts"], s["hidden"], s["inner"])
+    call = grouped_check.check(x, w, _like(site, torch.int32, s["experts"]))
+    route = grouped_check.choose(site, call, site.device, None, hardware)
+    if route.plan is None:
+        return Found(route.verdict, route.reason, None, [], None, 0.0)
+    problem = moe.GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0))
+    every = _by_tiles(route.plan, lambda tiling: moe.cost_of(problem, tiling.on(hardware), hardware))
+    return Found(route.verdict, route.reason, every[0], every[1:], None, 0.0)
+
+
+def _by_tiles(plan: Plan, cost: Callable[[Tiling], Cost]) -> list[Candidate]:
+    """The plan, then the same with each other configuration of tiles."""
+    found = []
+    for tiling in TILINGS:
+        of = cost(tiling)
+        other = replace(plan, tile=tiling.tile, stages=tiling.stages, predicted_us=round(of.total_us, 1))
+        found.append(Candidate(other, of))
+    return sorted(found, key=lambda each: each.plan.tile != plan.tile)
+
+
+def _collective(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
+    """A collective along the first dimension; an all-to-all cuts columns and puts rows together."""
+    rows = s["m"] // site.world if op in ("all_gather", "all_to_all") else s["m"]
+    options: dict[str, tuple[Any, ...]] = {
+        "all_gather": (0,), "reduce_scatter": (0, "sum", False), "all_reduce": ("sum", False), "all_to_all": (1, 0),
+    }  # fmt: skip
+    call = collective_check.CONTRACTS[op](site.world, (rows, s["n"]), dtype, *options[op])
+    route = choose_collective(site, call, site.device)
+    problem = collectives.Problem(op, rows * s["n"] * dtype.itemsize, site.world, site.usable(0), site.linked)
+    cost = collectives.plain(problem, hardware) if site.nccl else None
+    plain = plain_candidate(cost, taken=not route.fused) if cost else None
+    if not route.fused:
+        return Found(route.verdict, route.reason, None, [], plain, 0.0)
+    taken = "two_shots" if is_two_shot(call, site.world) else "one_shot"
+    ways = {each: Candidate(*collectives.plan_of(problem, each, hardware)) for each in collectives.schedules(problem)}
+    chosen = ways.pop(taken)
+    return Found(route.verdict, route.reason, chosen, list(ways.values()), plain, float(problem.nbytes))
 
 
 FIND: dict[str, Callable[..., Found]] = {
@@ -212,6 +289,9 @@ FIND: dict[str, Callable[..., Found]] = {
     "ring_attention": _attention,
     "ulysses_attention": _attention,
     "moe_dispatch_matmul": _dispatch,
+    "moe_matmul_combine": _combine,
+    "grouped_matmul": _grouped,
+    **dict.fromkeys(COLLECTIVES, _collective),
 }  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def settle(asked: Question, found: Found) -> Decision:
 
 def terms(cost: Cost) -> str:
     """A prediction's terms in words."""
-    parts = [f"product {max(cost.compute_us, cost.memory_us):.0f} us"]
+    parts = [f"{'product' if cost.compute_us else 'own memory'} {max(cost.compute_us, cost.memory_us):.0f} us"]
     if cost.communicate_us:
         parts.append(f"transfer beside it {cost.communicate_us:.0f} us")
     if cost.exposed_us + cost.sync_us:
@@ -150,7 +150,8 @@ def objection(each: Candidate, chosen: Candidate, asked: Question, shard_bytes: 
     more = each.cost.total_us / chosen.cost.total_us - 1
     head = f"{each.cost.total_us:.0f} us, {abs(more):.0%} {'more' if more >= 0 else 'less'} than what is taken"
     if 0 > more > -ERROR and each.plan.mechanism != PLAIN:
-        head += ", which is within the model's error, and was never measured to be faster"
+        head += ", which is within the model's error"
+        head += "" if each.way == chosen.way else ", and was never measured to be faster"
     return f"{head}: {_way_says(each, chosen, asked.hardware, asked.sms, shard_bytes)}"
 
 
@@ -160,7 +161,11 @@ def _way_says(each: Candidate, chosen: Candidate, hardware: Hardware, sms: int, 
     if mechanism == PLAIN:
         never = f"; {NEVER}" if plan.reason.endswith(NEVER) else ""
         product = max(cost.compute_us, cost.memory_us)
+        if not product:
+            return f"NCCL's collective{never}"
         return f"NCCL's {cost.exposed_us:.0f} us follow a product of {product:.0f} us{never}"
+    if not cost.compute_us:
+        return terms(cost)
     if mechanism == "copy_engine":
         took = hardware.transfer_us("copy_engine", "put", shard_bytes)
         share = shard_bytes / took / 1e3 / hardware.link_nominal_gb_per_s if took else 0.0

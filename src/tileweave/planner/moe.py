@@ -8,7 +8,7 @@ from tileweave.planner import plan as core
 from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
-from tileweave.planner.tiling import TILINGS, Tile, Tiling, overlapped, part_rows
+from tileweave.planner.tiling import SM_FETCH_GBS, TILINGS, Tile, Tiling, part_rows
 
 FLAGS = 448  # of a rank
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
@@ -42,8 +42,8 @@ def unsupported(problem: GroupedProblem, plan: Plan, hardware: Hardware = H200) 
     return core.untileable(plan, 2, hardware)
 
 
-def predict_us(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) -> float:
-    """Microseconds, if experts have as many rows each but for chance: the last rows of an expert are half a
+def cost_of(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) -> Cost:
+    """What a call takes, if experts have as many rows each but for chance: the last rows of an expert are half a
     multiplier's, on average, and a multiplier without rows takes no time."""
     part = part_rows(tiling.tile)
     row_tiles = (problem.rows / part + min(problem.experts, problem.rows) / 2) * part / tiling.tile[0]
@@ -52,13 +52,14 @@ def predict_us(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H20
     weights = min(problem.experts, problem.rows) * problem.k * problem.n
     moved = 2.0 * (weights + problem.rows * (problem.k + problem.n))
     memory = moved / (hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms)
-    return hardware.launch_us + overlapped(compute, memory)
+    return Cost(compute, memory, exposed_us=hardware.launch_us)
 
 
 def candidates(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
     """All plans of the table, each with its predicted microseconds, the fastest first."""
     found = [
-        (predict_us(problem, tiling, hardware), Plan(tile=tiling.tile, stages=tiling.stages)) for tiling in TILINGS
+        (cost_of(problem, tiling, hardware).total_us, Plan(tile=tiling.tile, stages=tiling.stages))
+        for tiling in TILINGS
     ]
     return sorted(found, key=lambda each: each[0])
 
@@ -174,7 +175,7 @@ def grouped_us(problem: DispatchProblem, plan: Plan, rows: int, sms: int, hardwa
     """Of the grouped matmul alone, on `sms` SMs."""
     grouped = GroupedProblem(rows, problem.experts, problem.products * problem.n, problem.k, sms)
     tiling = next(each for each in TILINGS if each.tile == plan.tile)
-    return predict_us(grouped, tiling.on(hardware), hardware)
+    return cost_of(grouped, tiling.on(hardware), hardware).total_us
 
 
 def sent_tokens(problem: DispatchProblem, tokens: int, topk: int) -> float:
@@ -213,3 +214,26 @@ def combine_plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan
         f"{chosen.tile[1]} on {problem.sms} SMs are the cheapest"
     )
     return replace(chosen, mechanism="register", reason=reason)
+
+
+def combine_cost(problem: GroupedProblem, tiling: Tiling, world: int, tokens: int, hardware: Hardware = H200) -> Cost:
+    """What a grouped matmul takes whose rows go home, to the ranks of `tokens` tokens each, which sum them behind their
+    tiles. Not fitted to measurements."""
+    product = cost_of(problem, tiling, hardware)
+    row = 2.0 * problem.n
+    link = hardware.launch_us + problem.rows * row * (world - 1) / world / push_rate("register", problem.sms, hardware)
+    summed = (problem.rows + tokens) * row
+    rate = min(hardware.memory_gb_per_s * problem.sms / hardware.sms, SM_FETCH_GBS * problem.sms) * 1e3
+    return replace(
+        product, communicate_us=link, exposed_us=product.exposed_us + summed / rate, sync_us=hardware.sync_us
+    )
+
+
+def plain_combine(problem: GroupedProblem, tiling: Tiling, world: int, hardware: Hardware = H200) -> Cost | None:
+    """What the product and then NCCL take, if its all-to-all is as fast as an all-gather; None if the profile does not
+    say."""
+    collective = collective_us("all_gather", world, 2.0 * problem.n * problem.rows * (world - 1) / world, hardware)
+    if collective is None:
+        return None
+    product = cost_of(problem, tiling, hardware)
+    return replace(product, exposed_us=product.exposed_us + collective)
