@@ -268,6 +268,46 @@ def killed(rank, world):
     os._exit(0)  # the group cannot be destroyed in order: a member is gone
 
 
+def killed_before(rank, call):
+    """A rank dies between two calls of whatever op; every survivor is told, and has no result that looks right."""
+    assert call().isfinite().all()
+    tw.check()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        out = call()
+        assert out.isnan().any()
+        tw.check()
+    except tw.FabricTimeout as timeout:
+        assert timeout.rank != 1 and time.monotonic() - start < 10, timeout
+        assert torch.ones(4, device="cuda").sum().item() == 4  # the context survives
+        os._exit(0)  # as in `killed`
+    raise AssertionError(f"no FabricTimeout on rank {rank}")
+
+
+def killed_before_ring_attention(rank, world):
+    q, k, v = (torch.randn(1, 4, 128, 64, device="cuda").bfloat16() for _ in range(3))
+    killed_before(rank, lambda: tw.ring_attention(q, k, v))
+
+
+def killed_before_ulysses_attention(rank, world):
+    q, k, v = (torch.randn(1, 2 * world, 128, 64, device="cuda").bfloat16() for _ in range(3))
+    killed_before(rank, lambda: tw.ulysses_attention(q, k, v))
+
+
+def killed_before_experts(rank, world):
+    x, w, down = (torch.randn(*sizes, device="cuda").bfloat16() for sizes in ((64, 128), (2, 128, 128), (2, 128, 128)))
+    index = torch.randint(0, 2 * world, (64, 2), device="cuda")
+
+    def there_and_back():
+        h, route = tw.moe_dispatch_matmul(x, index, w, capacity=1024, max_tokens=64)
+        return tw.moe_matmul_combine(h, down, route)
+
+    killed_before(rank, there_and_back)
+
+
 def stopped(rank, world):
     """A rank is stopped for longer than the limit."""
     everybody = list(range(world))

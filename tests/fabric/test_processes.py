@@ -79,6 +79,12 @@ def test_a_killed_rank_is_named(world, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("op", ["ring_attention", "ulysses_attention", "experts"])
+def test_survivors_of_any_op_are_told(op, tmp_path):
+    run(f"killed_before_{op}", 3, tmp_path, dies=(1,), timeout=1.0)
+
+
+@pytest.mark.gpu
 def test_a_stopped_rank_is_named(tmp_path):
     run("stopped", 3, tmp_path, stops=(1,), timeout=1.0)
 
@@ -167,6 +173,23 @@ def test_a_stranger_without_the_secret_is_turned_away(tmp_path):
     for received in results:
         for fd in received.values():
             os.close(fd)
+
+
+def test_a_process_of_another_user_is_turned_away(tmp_path, monkeypatch):
+    """By either side: it is given no descriptor, and none is taken from it. The credentials here are a stranger's."""
+    file = os.open(tmp_path / "x", os.O_CREAT | os.O_RDWR)
+    before = len(os.listdir("/proc/self/fd"))
+    mine, real = os.geteuid(), socket.socket.getsockopt
+
+    def credentials(connection, level, option, *size):
+        value = real(connection, level, option, *size)
+        return struct.pack("3i", os.getpid(), mine + 1, 0) if option == socket.SO_PEERCRED else value
+
+    monkeypatch.setattr(socket.socket, "getsockopt", credentials)
+    for outcome in exchange(2, lambda rank, gather: exchange_descriptors(file, rank, 2, gather, 0.5)):
+        assert isinstance(outcome, RuntimeError)
+        assert str(outcome).count(f"the socket's other end belongs to user {mine + 1}, not to {mine}") == 2
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_peer_that_does_not_come_is_an_error_on_every_rank(tmp_path):
