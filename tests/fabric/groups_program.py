@@ -8,9 +8,11 @@ Each situation is run by every rank, behind each other, and rank 0 prints the na
 import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import types
+from datetime import timedelta
 from multiprocessing import get_context
 
 import torch
@@ -180,16 +182,49 @@ def member(rank, init):
     dist.destroy_process_group()
 
 
+def a_killed_process_is_an_error_to_the_others(rank, init):
+    """A rank of another group, of three, dies; calls of attention and of experts then end in an error on the others."""
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=3, timeout=timedelta(seconds=3))
+    q, x, w = torch.randn(1, 3, 4, 8), torch.randn(4, 8).bfloat16(), torch.randn(1, 8, 8).bfloat16()
+    index = torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]])
+    calls = (
+        lambda: tw.ring_attention(q, q, q),
+        lambda: tw.ulysses_attention(q, q, q),
+        lambda: tw.moe_combine(*tw.moe_dispatch_matmul(x, index, w)),
+    )
+    for call in calls:
+        call()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for call in calls:
+        try:
+            call()
+        except RuntimeError:
+            continue
+        os._exit(1)
+    if rank == 0:
+        print("a_killed_process_is_an_error_to_the_others", flush=True)
+    os._exit(0)  # the group cannot be destroyed in order
+
+
+def run(body, ranks, init):
+    """The exit codes of forks that call `body(rank, init)`."""
+    context = get_context("fork")
+    forks = [context.Process(target=body, args=(rank, init)) for rank in range(ranks)]
+    for fork in forks:
+        fork.start()
+    for fork in forks:
+        fork.join(60)
+        if fork.is_alive():
+            fork.kill()
+            fork.join()
+    return [fork.exitcode for fork in forks]
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["NCCL_NVLS_ENABLE"] = "0"  # of multicast other tests tell
     a_fork_of_a_process_that_has_run_a_world(0)
-    context = get_context("fork")
-    forks = [context.Process(target=member, args=(rank, sys.argv[1])) for rank in range(RANKS)]
-    for fork in forks:
-        fork.start()
-    for fork in forks:
-        fork.join(100)
-        if fork.is_alive():
-            fork.kill()
-    sys.exit(max(abs(fork.exitcode or 0) for fork in forks))
+    assert run(member, RANKS, sys.argv[1]) == [0] * RANKS
+    assert run(a_killed_process_is_an_error_to_the_others, 3, f"{sys.argv[1]}-3") == [0, -signal.SIGKILL, 0]

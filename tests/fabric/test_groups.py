@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.fabric.groups_program import SITUATIONS
+from tests.fabric.groups_program import a_killed_process_is_an_error_to_the_others as LAST
 
 
 def python(module, tmp_path):
@@ -20,7 +21,7 @@ def ran(tmp_path_factory):
     return python("groups_program", tmp_path_factory.mktemp("groups"))
 
 
-@pytest.mark.parametrize("situation", [each.__name__ for each in SITUATIONS])
+@pytest.mark.parametrize("situation", [each.__name__ for each in (*SITUATIONS, LAST)])
 def test_all_ranks_come_through(ran, situation):
     assert situation in ran.stdout.split(), ran.stderr
 
