@@ -69,6 +69,11 @@ def test_default_sizes_are_legal(op, ranks):
     assert not OpCase(op, ranks).fitted().left_out or ranks == 12
 
 
+def test_experts_that_are_left_out_are_as_many_as_choices():
+    assert OpCase("moe_dispatch_matmul", 2, {"topk": 12}).fitted().sizes["experts"] == 12
+    assert OpCase("moe_dispatch_matmul", 16).fitted().sizes["experts"] == 16
+
+
 @pytest.mark.parametrize(
     ("given", "others"),
     [

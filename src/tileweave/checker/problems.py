@@ -66,7 +66,7 @@ class OpProblem:
         elif "heads" in given and "kv_heads" not in given:
             sizes["kv_heads"] = gcd(sizes["heads"], sizes["kv_heads"])
         if "experts" in sizes and "experts" not in given:
-            sizes["experts"] = max(sizes["experts"], ranks)
+            sizes["experts"] = max(sizes["experts"], ranks, sizes.get("topk", 0))
         return sizes
 
 
