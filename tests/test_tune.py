@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -193,6 +194,16 @@ def test_a_fault_leaves_the_group_as_it_was(world, monkeypatch):
     with pytest.raises(OSError, match="no clock"):
         world.run(lambda rank, group: tileweave.tune(OP, SIZES, group=group))
     assert world.tuned == [(), ()]
+
+
+@pytest.mark.parametrize("op", sorted(tuning.OPS))
+def test_all_that_the_op_remembers_is_forgotten(op):
+    """In each of the channels that it looks for earlier calls in."""
+    operator = importlib.import_module(f"tileweave.ops.{op}.operator")
+    names = getattr(operator, "CHANNELS", (op,))
+    views = {name: {"kind": "launch"} for name in names}
+    tuning._forget(SimpleNamespace(views=views.get), op)
+    assert views == {name: {} for name in names}
 
 
 @pytest.mark.parametrize(

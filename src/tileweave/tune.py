@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from tileweave.fabric import Fabric, fabric_of
-from tileweave.ops.all_gather_matmul import all_gather_matmul
+from tileweave.ops.all_gather_matmul import all_gather_matmul, places
 from tileweave.ops.contract import Site
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.plans import check_dtype, check_shares, check_sizes, contenders
+from tileweave.ops.ring_attention import check as ring
 from tileweave.ops.ring_attention import ring_attention
-from tileweave.ops.ring_attention.check import CHANNELS
 from tileweave.ops.ulysses_attention import ulysses_attention
 from tileweave.planner.plan import Plan
 from tileweave.planner.tuned import Times, Tuned, read, write
@@ -27,6 +27,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "ring_attention": ring_attention,
     "ulysses_attention": ulysses_attention,
 }
+CHANNELS = {"all_gather_matmul": places.CHANNELS, "ring_attention": ring.CHANNELS}  # of plans that have their own
 CALLS, ROUNDS = 5, 3  # calls that are timed together, and how often each plan has its turn
 
 
@@ -165,7 +166,7 @@ def _use(fabric: Fabric, found: Tuned) -> None:
 
 def _forget(fabric: Fabric, op: str) -> None:
     """Launches that the op has prepared by other plans."""
-    for channel in CHANNELS if op == "ring_attention" else (op,):
+    for channel in CHANNELS.get(op, (op,)):
         views = fabric.views(channel)
         if views is not None:
             views.clear()

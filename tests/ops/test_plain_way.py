@@ -1,11 +1,14 @@
 """The plain way, where it is predicted faster, is taken by calls only to which it gives what they ask for."""
 
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import tileweave
+from tileweave.fabric.processes import ProcessFabric
 from tileweave.ops import route as routing
 from tileweave.ops.all_gather_matmul import check as gathering
 from tileweave.ops.contract import Like, Site
@@ -104,3 +107,34 @@ def test_matmul_all_reduce_sums_by_the_groups_own_all_reduce_unless_in_a_fixed_o
     call = reducing.Call(a.dtype, 8, 8, 8, False, False, False, reducing.Options(deterministic, 1e-6, 0))
     (out,) = launch.unfused(fabric, call, a, a, launch.Extras(None, None, None))
     assert torch.equal(out, a if deterministic else 2 * a)
+
+
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce"])
+def test_a_call_that_is_not_fused_is_decided_once(op, monkeypatch):
+    """As one that is: later calls of the kind do not ask for the path, and are right with other data."""
+    operator = import_module(f"tileweave.ops.{op}.operator")
+    asked, settle = [], operator.settle
+    monkeypatch.setattr(operator, "settle", lambda *args: (asked.append(args), settle(*args))[1])
+    call = getattr(tileweave, op)
+
+    def run(rank, group):
+        call(torch.zeros(16, 16).bfloat16(), torch.zeros(16, 16).bfloat16(), group)  # makes a channel
+        before = len(asked)
+        outs = [call(torch.full((16, 20), x).bfloat16(), torch.ones(20, 16).bfloat16(), group) for x in (1.0, 2.0)]
+        return outs, len(asked) - before
+
+    with tileweave.virtual_world(1, device="cpu") as world:
+        ((first, second), times) = world.run(run)[0]
+    assert times == 1 and torch.equal(2 * first, second) and first.unique().tolist() == [20.0]
+
+
+def test_what_is_remembered_without_a_channel_goes_when_there_is_one():
+    """A stand-in for a group of processes, of which no peer is asked for anything."""
+    fabric = ProcessFabric.__new__(ProcessFabric)
+    fabric._ops, fabric._unmapped = {}, {}
+    fabric.views("op")["kind"] = "plain"
+    assert fabric.views("op") == {"kind": "plain"} and fabric.views("other") == {}
+    fabric._ops["op"] = SimpleNamespace(channel=SimpleNamespace(views={}))
+    assert fabric.views("op") == {}
+    del fabric._ops["op"]
+    assert fabric.views("op") == {}

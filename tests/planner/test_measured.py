@@ -64,6 +64,7 @@ def test_the_op_takes_the_plain_way_where_it_is_predicted_faster_and_nccl_is_the
         a, b = (Like(torch.Size(shape), torch.bfloat16, site.device) for shape in ((rows // 2, 8192), (8192, 14336)))
         return settle(site, a, (b,), (), False, plan, 0)[1]
 
+    assert route(64).verdict == "plain" and route(64).predicted_us > 0
     assert not route(64).fused and route(64).backend == "processes" and "NCCL" in route(64).reason
     assert route(64, nccl=False).fused and route(2048).fused
     assert route(64, plan=route(64, nccl=False).plan).fused

@@ -124,7 +124,7 @@ class Fabric(ABC):
         """
 
     def views(self, op: str) -> dict[Hashable, Any] | None:
-        """What `op` has left in its channel for its next calls; None where it has no channel yet."""
+        """What `op` has left for its next calls, in its channel where it has one; None where that cannot be kept."""
         return None
 
     @abstractmethod

@@ -121,6 +121,7 @@ class ProcessFabric(DistributedFabric):
         self._group = weakref.ref(group)  # the fabric must not keep its group alive
         super().__init__(group, device)
         self._ops: dict[str, Memories] = {}
+        self._unmapped: dict[str, dict[Hashable, Any]] = {}  # what ops remember that have no channel
         self._captured: list[Memories] = []  # outgrown or given up, but some CUDA graph may still be replayed on it
         self._failed: FabricTimeout | None = None
         self._lock = threading.Lock()  # of _failed and the reports, which the watchdog looks at too
@@ -182,7 +183,10 @@ class ProcessFabric(DistributedFabric):
 
     def views(self, op: str) -> dict[Hashable, Any] | None:
         found = self._ops.get(op)
-        return found.channel.views if found else None
+        if found is None:
+            return self._unmapped.setdefault(op, {})
+        self._unmapped.pop(op, None)  # it would be out of date if the channel went
+        return found.channel.views
 
     def launch(
         self,

@@ -1,6 +1,8 @@
 """What stands between a call and its kernel, whatever the op: whether PyTorch's dispatcher is needed, what it meets on
 its way to the implementation, and what a channel remembers of earlier calls."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -58,6 +60,18 @@ def read_max_sms(name: str, max_sms: int) -> int | None:
 def kind(x: torch.Tensor | None) -> tuple | None:
     """All that a prepared launch depends on in a tensor; None of None."""
     return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGN)
+
+
+@dataclass(slots=True)
+class Unfused:
+    """What is remembered of a call that no kernel of ours computes: how, and what it asks for."""
+
+    compute: Callable[..., Any]
+    call: Any
+
+    def launch(self, fabric: Fabric, *operands: Any) -> Any:
+        """Compute it on the current stream, as earlier calls of the kind."""
+        return self.compute(fabric, self.call, *operands)
 
 
 def recall(fabric: Fabric, channel: str, kinds: tuple, x: torch.Tensor) -> Any:

@@ -181,7 +181,7 @@ def test_virtual_ranks_leave_sms_to_the_copies():
 
 def test_a_launch_is_kept_with_the_channel_that_it_goes_through(monkeypatch):
     """What the planner chooses decides on the channel; once that has grown, launches of before are forgotten."""
-    monkeypatch.setattr("tileweave.ops.all_gather_matmul.check.plan_for", lambda problem: plan(**COPY))
+    monkeypatch.setattr("tileweave.planner.all_gather_matmul.plan_for", lambda problem, hardware: plan(**COPY))
     settle.cache_clear()
     calls = [operands(2, rows, [72], 64, seed=i) for i, rows in enumerate((8, 64, 64, 512, 64))]
 

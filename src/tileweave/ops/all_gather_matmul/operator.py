@@ -25,6 +25,7 @@ from tileweave.ops.all_gather_matmul.places import CHANNELS, channel_name
 from tileweave.ops.contract import FP8, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.registration import (
+    Unfused,
     below_autograd,
     kind,
     read_max_sms,
@@ -72,6 +73,7 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
     if fabric.compares:
         fabric.agree(agreement)
     if route.plan is None:
+        remember(fabric, NAME, kinds, agreement, Unfused(unfused, call))
         return unfused(fabric, call, a, b, bias, scales)
     results, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
     remember(fabric, channel_name(route.plan), kinds, agreement, prepared)

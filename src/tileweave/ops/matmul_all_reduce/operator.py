@@ -21,6 +21,7 @@ from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.matmul_all_reduce.check import NAME, Options, check, check_kinds, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused
 from tileweave.ops.registration import (
+    Unfused,
     below_autograd,
     kind,
     read_max_sms,
@@ -66,6 +67,7 @@ def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan
     if call.m == 0 or call.n == 0:
         return [a.new_empty(call.m, call.n) for _ in range(1 + call.norm)]
     if route.plan is None:
+        remember(fabric, NAME, kinds, agreement, Unfused(unfused, call))
         return unfused(fabric, call, a, b, extras)
     results, prepared = fused(fabric, call, a, b, extras, route.plan)
     remember(fabric, NAME, kinds, agreement, prepared)

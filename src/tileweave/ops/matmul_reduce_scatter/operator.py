@@ -22,6 +22,7 @@ from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.matmul_reduce_scatter.check import NAME, check, check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.ops.registration import (
+    Unfused,
     below_autograd,
     kind,
     read_max_sms,
@@ -70,6 +71,7 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a
     if call.rows == 0 or call.n == 0:
         return torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     if route.plan is None:
+        remember(fabric, NAME, kinds, agreement, Unfused(unfused, call))
         return unfused(fabric, call, a, b, bias, scales)
     out, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
     remember(fabric, NAME, kinds, agreement, prepared)
