@@ -21,7 +21,6 @@ REDUCE_SCATTER = {
     "one shot, few rows": dict(schedule="one_shot", tile=(128, 128, 64), stages=5, rows=16),
 }
 ALL_REDUCE = {
-    "one shot, everything": dict(schedule="one_shot", tile=(128, 128, 64), stages=5),
     "two shots, largest tile": dict(
         schedule="intra_sm", tile=(128, 256, 64), stages=3, m=4096, n=4096, extras="br", dtype="float16"
     ),

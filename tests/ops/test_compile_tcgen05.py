@@ -4,7 +4,6 @@ from tests.compilers import NEWEST, SHARED_LIMIT, needs_triton, report, variants
 from tests.compiling_tcgen05 import NAMES
 
 OLDEST = (
-    "matmul_reduce_scatter: planned",
     "matmul_reduce_scatter: smallest tile, deterministic, shared tiles, eight ranks",
     "matmul_all_reduce: two shots, largest tile",
     "all_gather_matmul: float8 operands, largest tile",

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 from tileweave.emulator.rebuild import edited
 
@@ -52,6 +53,8 @@ _PURE = {  # words that compute numbers, and views
     "slice",
     "permute",
     "ready_at",
+    "empty_at",
+    "behind",
     "start",
     "next",
     "index",
@@ -255,7 +258,8 @@ def _is_pure(statement: ast.stmt, file: str) -> bool:
 
 
 def _calls_nothing(node: ast.AST, file: str) -> bool:
-    """Whether all that is called computes numbers: words that do, and functions of the file that call nothing else."""
+    """Whether all that is called computes numbers: words that do, and functions of the file, or that it imports from
+    tile files, that call nothing else."""
     calls = [n.func for n in ast.walk(node) if isinstance(n, ast.Call)]
     names = [(f.attr if isinstance(f, ast.Attribute) else getattr(f, "id", "?")) for f in calls]
     return all(name in _PURE or name in _pure_functions(file) for name in names)
@@ -267,6 +271,10 @@ def _pure_functions(file: str) -> frozenset[str]:
         tree = ast.parse(source.read())
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     pure: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tileweave.tiles."):
+            imported = Path(__file__).parents[1] / "tiles" / f"{node.module.rpartition('.')[2]}.py"
+            pure |= _pure_functions(str(imported)) & {alias.name for alias in node.names}
     while True:  # until no function more is found to call pure ones only
         more = {f.name for f in functions if f.name not in pure and _only(f, pure | _PURE)}
         if not more:

@@ -23,9 +23,9 @@ Setup = tuple[str, Sizes, int, dict[str, Any]]  # its name, sizes, SMs, options
 
 def _plan(
     schedule: str, mechanism: str = "tma", comm_sms: int = 0, tile: tuple[int, int, int] = (128, 128, 64),
-    stages: int = 2, split: int = 1,
+    stages: int = 2, split: int = 1, core: str = "wgmma",
 ) -> dict[str, Any]:  # fmt: skip
-    return {"plan": Plan(mechanism, schedule, tile, stages, split, comm_sms)}
+    return {"plan": Plan(mechanism, schedule, tile, stages, split, comm_sms, core=core)}
 
 
 _RAGGED = {"m": 3 * 136, "n": 200, "k": 3 * 200}
@@ -50,6 +50,7 @@ _SETUPS: dict[str, list[Setup]] = {
         # Two communicators, who count for each other, and one store for each item, so that waits leave no slack.
         ("inter_sm", _RAGGED, 4, _plan("inter_sm", comm_sms=2, tile=(64, 128, 64))),
         ("one_shot", _OWNED, 3, _plan("one_shot", tile=(128, 64, 64))),
+        ("tcgen05", _RAGGED | {"n": 136}, 2, _plan("intra_sm", tile=(128, 64, 64), core="tcgen05")),
     ],
     "all_gather_matmul": [
         # As above, and more items in two blocks than waits for stores may leave in flight.

@@ -28,10 +28,9 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what the loads
 of a tile must wait for), LOAD (where the operands of a K step come from), WITHIN (how many of its K steps a multiplier's
-rows take, where some tiles are not full), AHEAD and SCALE (factors of an accumulator, loaded before its K steps; TENSOR: of
-a part), MEET,
-LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part goes, and who is told)
-and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
+rows take, where some tiles are not full), AHEAD and SCALE (factors of an accumulator, loaded before its K steps, or,
+TENSOR, of a part), MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a
+part goes, and who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
 """
 
 from tileweave import lang as gl
@@ -431,7 +430,7 @@ def run_matmul(
     EXTRA: gl.constexpr = None, epoch=0,
 ):  # fmt: skip
     """Run the roles. A worker warp's 48 REGISTERS do for addresses and waits unless an op has many of them, a multiplier's
-    224 for its accumulator. With an EXTRA role `epoch` is this call's, read before any role may advance it."""
+    224 for its accumulator; TENSOR leaves as many as anyone wants. With an EXTRA role `epoch` is this call's, read before any role may advance it."""
     HALVES: gl.constexpr = work.matmul.HALVES
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
