@@ -31,6 +31,7 @@ def table(figures: dict) -> str:
         "over_all_percent": _sequence,
         "bytes_by_token": _moe,
         "plans": _scopes,
+        "gb_per_s": _collectives,
         "tflops": _virtual,
         "us": _host_time,
     }
@@ -179,6 +180,18 @@ def _scopes(figures: dict) -> str:
             shape = f"{r['size']}^3" if r["share"] * r["world"] == r["size"] else f"{r['size']}, {r['share']}"
             rows.append([r["op"], shape, *way.split(" "), comm_sms, f"{us:.1f}"])
     return _markdown(["op", "product", "mechanism", "schedule", "SMs left or communicating", "us"], rows)
+
+
+def _collectives(figures: dict) -> str:
+    rows = []
+    for r in figures["rows"]:
+        dims = ", ".join(f"{name.removesuffix('dim').strip('_') or 'dim'} {r[name]}" for name in r if name.endswith("dim"))
+        (rows_of, columns), us = r["shape"], r["us"]
+        times = [f"{us[name][0]:.1f} ({us[name][1]:.1f}-{us[name][2]:.1f})" for name in us]
+        rate, over = f"{r['gb_per_s']['tileweave']:.0f}", f"{us['nccl'][0] / us['tileweave'][0]:.2f}"
+        rows.append([r["op"], dims, f"{rows_of} x {columns}", *times, rate, over])
+    head = ["op", "dimensions", "x of a rank", *(f"{name}, us" for name in figures["rows"][0]["us"])]
+    return _markdown([*head, "GB/s from the peer", "speed over nccl"], rows)
 
 
 def _host_time(figures: dict) -> str:

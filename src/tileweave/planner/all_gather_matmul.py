@@ -21,6 +21,7 @@ COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
 COPY_SLOWING = 0.15  # as SLOWING, of a product by copies of the copy engine
 FIRST_US = 10.0  # what passes until the first rows are gone, where nothing is multiplied meanwhile; between two H200s
+WAVE_US = 8.0  # one shot, of each wave behind the first, whose tiles wait for rows anew; between two H200s
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,9 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     Inter-SM the product goes on while rows travel, and ends with the tiles of the rows that come last. Intra-SM each
     column of tiles loads the peers' rows over the link. In the schedules "none" and "one_shot" communication and
     computation follow one another; one shot, a rank sends its rows to itself too. Unless rows are joined, a source's
-    tiles read all of b again where a wave has more than it has rows of tiles. Measured between two H200s at N = 28672,
-    K = 8192: 126 us with 32 rows each, 136 with 128, of which the matmul alone takes 63 and 93.
+    tiles read all of b again where a wave has more than it has rows of tiles. Measured one shot between two H200s at
+    N = 28672, K = 8192: 79 us with 32 rows each in one wave of tiles; with 128, 123 us in one wave and 140 in two, of which the
+    matmul alone takes 68 and 101.
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)
@@ -141,7 +143,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         return Cost(compute, memory, 0.0, exchange)
     send = send_us(problem, plan, hardware)
     if plan.schedule in ("none", "one_shot"):
-        return Cost(compute, memory, 0.0, exchange + FIRST_US + send, hardware.sync_us)
+        first = WAVE_US * (math.ceil(tiles / sms) - 1) if joined(problem, plan) else FIRST_US
+        return Cost(compute, memory, 0.0, exchange + first + send, hardware.sync_us)
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
     slowing = COPY_SLOWING if plan.mechanism == "copy_engine" else SLOWING
     return Cost(compute, memory, send + last, exchange, hardware.sync_us, slowing)

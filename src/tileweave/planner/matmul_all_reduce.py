@@ -26,6 +26,7 @@ OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
 MOVES = 2  # buffers of a CTA's mover, a part each
 SMALL_TILE = 128 * 128  # elements of an accumulator beside which there are registers for other things
 OWN_SHARE = 0.25  # of a product, behind which an owner's sums come: of its last half, a part; between two H200s
+BACK_US = 6.0  # two shots within a CTA: until what an owner summed last has come back; between two H200s
 COMM_SM_GBS = 30.0  # what a communicator moves that fetches all ranks' tiles itself; measured between two H200s
 COMM_SMS = (4, 8, 16)  # communicators that the planner considers
 
@@ -176,7 +177,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         tail = max(tail, back / chunks)
         link = max(link, hardware.launch_us + (2 - 1 / chunks) * back)
         if plan.schedule == "intra_sm":
-            tail = max(tail, back + 2 * result / sum_rate - OWN_SHARE * compute)
+            tail = BACK_US + max(tail, back + 2 * result / sum_rate - OWN_SHARE * compute)
     return Cost(compute, memory, link, exposed + tail, shots * hardware.sync_us)
 
 
