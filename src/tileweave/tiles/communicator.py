@@ -9,7 +9,7 @@ whether stores are performed only LAG items later, so that neither waits for the
 | ring.ready | FETCH's TMA load | this CTA, before SEND | mbarrier, CTA | store_read_wait: the stores of the buffer's last use have read it |
 | state[OWN_WORDS + block] | every communicator CTA, its share of the block performed | nobody; the last one tells | acq_rel, gpu | the last one puts it back to 0 |
 
-An op states FETCH (start the load of an item to a place in the ring) and SEND (start its stores, one for each item), or COPY
+An op states FETCH (start the load of an item to a place in the ring) and SEND (start its stores, STORES of them), or COPY
 (both, through registers), and TELL (raise the flags of a block). As these kernels end like any other, COMMUNICATE calls `finish_all` then.
 """
 
@@ -20,15 +20,17 @@ LAG = gl.constexpr(8)
 
 
 @gl.jit
-def send_blocks(work, blocks, share, epoch, FETCH: gl.constexpr, SEND: gl.constexpr, TELL: gl.constexpr):
-    """Send this CTA's share of all blocks. Returns when they are performed."""
+def send_blocks(
+    work, blocks, share, epoch, FETCH: gl.constexpr, SEND: gl.constexpr, TELL: gl.constexpr, STORES: gl.constexpr = 1
+):
+    """Send this CTA's share of all blocks, in STORES stores for each item. Returns when they are performed."""
     mm = work.matmul
     AHEAD: gl.constexpr = mm.ring.STAGES // 2
     items = blocks * share
     at, to = mm.ring.start(), mm.ring.start()
     for i in range(0, items + AHEAD + LAG):
         if i < items:
-            gl.store_read_wait(mm.ring.STAGES - 1 - AHEAD)
+            gl.store_read_wait((mm.ring.STAGES - 1 - AHEAD) * STORES)
             FETCH(work, i // share, i % share, to)
             to = mm.ring.next(to)
         sent = i - AHEAD
@@ -40,7 +42,7 @@ def send_blocks(work, blocks, share, epoch, FETCH: gl.constexpr, SEND: gl.conste
             gl.store_wait(0)
         performed = sent - LAG
         if (performed >= 0) & ((performed + 1) % share == 0):
-            gl.store_wait(LAG)
+            gl.store_wait(LAG * STORES)
             gl.barrier()
             count_block(work, performed // share, epoch, TELL)
 

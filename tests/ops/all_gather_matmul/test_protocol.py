@@ -16,7 +16,7 @@ SCHEDULES = ("inter_sm", "intra_sm", "none")
 WAIT = "gl.wait(work.flags, owner * work.PER + row // (work.block_tiles * work.matmul.BM), epoch)"
 KEPT = "            mm.ring.consumer_wait(at)\n            gl.tma_store(work.gathered"
 READ = "            gl.store_read_wait(0)\n"
-PERFORMED = "            gl.store_wait(LAG)\n            gl.barrier()\n"
+PERFORMED = "            gl.store_wait(LAG * STORES)\n            gl.barrier()\n"
 LAST_ONES = "            gl.store_wait(0)\n"
 COUNT = 'gl.atomic_add(mm.state + OWN_WORDS + block, 1, sem="acq_rel", scope="gpu") == mm.COMM_SMS - 1'
 
@@ -46,16 +46,16 @@ MUTANTS = {
     "one receiver too few": (KERNEL, [("work.MULTIMEM else work.RECEIVERS)", "work.MULTIMEM else work.RECEIVERS - 1)")], "D"),
     "rows of the block before": (KERNEL, [("row = (block % work.blocks * work.block_tiles + t", "row = ((block + 1) % work.blocks * work.block_tiles + t")], "RW"),
     # communicator
-    "told before the stores are performed": (COMMUNICATOR, [("            gl.store_wait(LAG)\n", "")], "R"),
-    "told before the last stores are performed": (COMMUNICATOR, [(LAST_ONES, "            gl.store_wait(LAG)\n")], "R"),
-    "told after the read wait only": (COMMUNICATOR, [("            gl.store_wait(LAG)\n", "            gl.store_read_wait(0)\n"), (LAST_ONES, "            gl.store_read_wait(0)\n")], "R"),
+    "told before the stores are performed": (COMMUNICATOR, [("            gl.store_wait(LAG * STORES)\n", "")], "R"),
+    "told before the last stores are performed": (COMMUNICATOR, [(LAST_ONES, "            gl.store_wait(LAG * STORES)\n")], "R"),
+    "told after the read wait only": (COMMUNICATOR, [("            gl.store_wait(LAG * STORES)\n", "            gl.store_read_wait(0)\n"), (LAST_ONES, "            gl.store_read_wait(0)\n")], "R"),
     "told a store too early": (COMMUNICATOR, [("performed = sent - LAG", "performed = sent - LAG + 1")], "R"),
     "no barrier between the full wait and the count": (COMMUNICATOR, [(PERFORMED, PERFORMED.replace("            gl.barrier()\n", ""))], "R"),
     "counted without order": (COMMUNICATOR, [(COUNT, COUNT.replace("acq_rel", "relaxed"))], "R"),
     "told by the first communicator": (COMMUNICATOR, [("== mm.COMM_SMS - 1:", "== 0:")], "R"),
     "count not put back": (COMMUNICATOR, [('        gl.atomic_xchg(mm.state + OWN_WORDS + block, 0, sem="relaxed", scope="gpu")\n', "")], "RD"),
     "one count for all blocks": (COMMUNICATOR, [(COUNT, COUNT.replace("+ block, 1", ", 1")), ("OWN_WORDS + block, 0", "OWN_WORDS, 0")], "RD"),
-    "a buffer refilled while a store reads it": (COMMUNICATOR, [("gl.store_read_wait(mm.ring.STAGES - 1 - AHEAD)", "gl.store_read_wait(mm.ring.STAGES - AHEAD)")], "R"),
+    "a buffer refilled while a store reads it": (COMMUNICATOR, [("gl.store_read_wait((mm.ring.STAGES - 1 - AHEAD) * STORES)", "gl.store_read_wait((mm.ring.STAGES - AHEAD) * STORES)")], "R"),
     "sent before it is there": (COMMUNICATOR, [("            mm.ring.consumer_wait(at)\n", "")], "R"),
     "fetched to one buffer": (COMMUNICATOR, [("            to = mm.ring.next(to)\n", "")], "RDP"),
     "sent from one buffer": (COMMUNICATOR, [("            at = mm.ring.next(at)\n", "")], "RDPW"),

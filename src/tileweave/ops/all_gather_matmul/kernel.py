@@ -378,7 +378,7 @@ def communicate(work):
     elif work.BY_REGISTERS:
         copy_blocks(work, blocks, work.share, epoch, copy_tile, tell)
     else:
-        send_blocks(work, blocks, work.share, epoch, fetch, send, tell)
+        send_blocks(work, blocks, work.share, epoch, fetch, send, tell, 1 + work.matmul.BN // work.matmul.BM)
     if work.LAST:
         finish_all(work.matmul, epoch)
 
