@@ -143,7 +143,9 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         return Cost(compute, memory, 0.0, exchange)
     send = send_us(problem, plan, hardware)
     if plan.schedule in ("none", "one_shot"):
-        first = WAVE_US * (math.ceil(tiles / sms) - 1) if joined(problem, plan) else FIRST_US
+        first = FIRST_US
+        if joined(problem, plan):  # one launch does both
+            first = WAVE_US * (math.ceil(tiles / sms) - 1) - hardware.launch_us
         return Cost(compute, memory, 0.0, exchange + first + send, hardware.sync_us)
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
     slowing = COPY_SLOWING if plan.mechanism == "copy_engine" else SLOWING
