@@ -21,7 +21,7 @@ COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
 COPY_SLOWING = 0.15  # as SLOWING, of a product by copies of the copy engine
 FIRST_US = 10.0  # what passes until the first rows are gone, where nothing is multiplied meanwhile; between two H200s
-WAVE_US = 8.0  # one shot, of each wave behind the first, whose tiles wait for rows anew; between two H200s
+WAVE_US = 8.0  # one shot, of each wave and each row of tiles behind the first, which wait for rows anew; between two H200s
 
 
 @dataclass(frozen=True)
@@ -124,8 +124,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     column of tiles loads the peers' rows over the link. In the schedules "none" and "one_shot" communication and
     computation follow one another; one shot, a rank sends its rows to itself too. Unless rows are joined, a source's
     tiles read all of b again where a wave has more than it has rows of tiles. Measured one shot between two H200s at
-    N = 28672, K = 8192: 79 us with 32 rows each in one wave of tiles; with 128, 123 us in one wave and 140 in two, of which the
-    matmul alone takes 68 and 101.
+    N = 28672, K = 8192: 79 us with 32 rows each in one wave of tiles; with 128, 123 us in one row of tiles, 134 in two of one wave
+    and 140 in two waves, of which the matmul alone takes 68 and 101.
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)
@@ -145,7 +145,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     if plan.schedule in ("none", "one_shot"):
         first = FIRST_US
         if joined(problem, plan):  # one launch does both
-            first = WAVE_US * (math.ceil(tiles / sms) - 1) - hardware.launch_us
+            again = math.ceil(tiles / sms) + row_tiles(problem, plan) - 2
+            first = WAVE_US * again - hardware.launch_us
         return Cost(compute, memory, 0.0, exchange + first + send, hardware.sync_us)
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
     slowing = COPY_SLOWING if plan.mechanism == "copy_engine" else SLOWING
