@@ -21,7 +21,7 @@ COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
 COPY_SLOWING = 0.15  # as SLOWING, of a product by copies of the copy engine
 FIRST_US = 10.0  # what passes until the first rows are gone, where nothing is multiplied meanwhile; between two H200s
-WAVE_US = 8.0  # one shot, of each wave and each row of tiles behind the first, which wait for rows anew; between two H200s
+WAVE_US = 8.0  # one shot, of each wave behind the first, and of more than one row of tiles; between two H200s
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     if plan.schedule in ("none", "one_shot"):
         first = FIRST_US
         if joined(problem, plan):  # one launch does both
-            again = math.ceil(tiles / sms) + row_tiles(problem, plan) - 2
+            again = math.ceil(tiles / sms) - 1 + (row_tiles(problem, plan) > 1)
             first = WAVE_US * again - hardware.launch_us
         return Cost(compute, memory, 0.0, exchange + first + send, hardware.sync_us)
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
