@@ -21,7 +21,7 @@ COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
 OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
 COPY_SLOWING = 0.15  # as SLOWING, of a product by copies of the copy engine
 FIRST_US = 10.0  # what passes until the first rows are gone, where nothing is multiplied meanwhile; between two H200s
-WAVE_US = 8.0  # one shot, of each wave behind the first, and of more than one row of tiles; between two H200s
+WAVE_US = 6.0  # one shot, of each wave behind the first, and of more than one row of tiles; between two H200s
 
 
 @dataclass(frozen=True)
