@@ -10,6 +10,10 @@ import re
 import sys
 from pathlib import Path
 
+from tileweave.planner.hardware import H200
+from tileweave.planner.moe import GroupedProblem, plan_for
+
+HIDDEN, INNER = 7168, 2048  # of the grouped matmuls
 ALONE = ("matmul", "own matmul", "attention")  # contenders that transfer nothing
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -30,6 +34,7 @@ def table(figures: dict) -> str:
         "over_matmul_us": _all_reduce,
         "over_all_percent": _sequence,
         "bytes_by_token": _moe,
+        "planned": _grouped,
         "plans": _scopes,
         "gb_per_s": _collectives,
         "tflops": _virtual,
@@ -167,6 +172,20 @@ def _moe(figures: dict) -> str:
         rows.append([r["kind"], f"{r['world']}", f"{r['tokens']}", r["routing"], *rates, over, *sent])
     head = ["kernels of", "ranks", "tokens", "routing", *(f"{name}, TFLOP/s" for name in names), "fused over local"]
     return _markdown([*head, "MB by token", "MB by choice"], rows)
+
+
+def _grouped(figures: dict) -> str:
+    names = [name for name in figures["rows"][0]["ms"] if name != "torch"]
+    rows = []
+    for r in figures["rows"]:
+        plan = plan_for(GroupedProblem(r["rows"], r["experts"], INNER, HIDDEN, H200.sms))
+        planned, torch_ms = f"{plan.tile[0]}x{plan.tile[1]}/{plan.stages}/1", r["ms"]["torch"][0]
+        over = [f"{torch_ms / r['ms'][name][0]:.2f}" for name in names]
+        rates = [f"{r['tflops'][name][0]:.0f}" for name in ("torch", planned)]
+        speed = f"{torch_ms / r['ms'][planned][0]:.2f}"
+        rows.append([f"{r['rows']}", f"{r['experts']}", r["routing"], *rates, planned.split("/")[0], speed, *over])
+    head = ["rows", "experts", "routing", "torch, TFLOP/s", "planned, TFLOP/s", "planned tile", "speed over torch"]
+    return _markdown([*head, *(name.split("/")[0] for name in names)], rows)
 
 
 def _scopes(figures: dict) -> str:
