@@ -204,7 +204,7 @@ def _scopes(figures: dict) -> str:
 def _collectives(figures: dict) -> str:
     rows = []
     for r in figures["rows"]:
-        dims = ", ".join(f"{name.removesuffix('dim').strip('_') or 'dim'} {r[name]}" for name in r if name.endswith("dim"))
+        dims = ", ".join(f"{name.replace('_dim', '')} {r[name]}" for name in r if name.endswith("dim"))
         (rows_of, columns), us = r["shape"], r["us"]
         times = [f"{us[name][0]:.1f} ({us[name][1]:.1f}-{us[name][2]:.1f})" for name in us]
         rate, over = f"{r['gb_per_s']['tileweave']:.0f}", f"{us['nccl'][0] / us['tileweave'][0]:.2f}"

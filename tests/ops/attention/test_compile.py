@@ -18,10 +18,11 @@ pytestmark = needs_triton
 def test_a_variant_has_the_machine_instructions_it_is_made_for(triton, name):
     r, variant = report("tests.ops.attention.compiling", triton, name), VARIANTS[name]
     assert r["target"] == "sm_90a"
-    assert (r["stack"], r["STL"], r["LDL"]) == (0, 0, 0), "registers are spilled"
+    # 64 keys at a time spill a little of a head of 256, and are 30% faster than 32, which do not (measured on an H200)
+    assert r["stack"] <= (72 if variant["dim"] == 256 else 0), "registers are spilled"
     assert r["shared"] <= SHARED_LIMIT
     consumers = 1 if variant.get("rows") == 16 else 2
-    default = {64: 128, 128: 128, 256: 32}[variant["dim"]]
+    default = {64: 128, 128: 128, 256: 64}[variant["dim"]]
     bn, dim = variant.get("tiling", {}).get("bn", default), variant["dim"]
     # The first block, one with a mask, one without; and P V of the last.
     assert r["HGMMA"] == consumers * 3 * (dim // 16 + bn // 16)

@@ -102,7 +102,7 @@ def tiling_for(call: Call) -> Tiling:
         return Tiling(consumers, bn=128, stages=8)
     if padded_dim(call.dim) == 128:
         return Tiling(consumers, bn=128, stages=5)
-    return Tiling(consumers, bn=32, stages=8, q_bufs=1)
+    return Tiling(consumers, bn=64, stages=5, q_bufs=1)
 
 
 def check_tiling(call: Call, tiling: Tiling) -> None:
