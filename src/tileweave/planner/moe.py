@@ -75,7 +75,7 @@ def cheapest(problem: GroupedProblem, hardware: Hardware = H200, columns: int = 
 
 def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
     """The fastest plan by the cost model; of many experts the one that wastes least where some have few rows:
-    it cost an H200 2% at even routing and brought 1 to 17% at a skewed one (docs/figures/grouped_matmul_1xH200.json)."""
+    an H200 lost 2% at even routing and won 1 to 17% at a skewed one (docs/figures/grouped_matmul_1xH200.json)."""
     cost, plan = cheapest(problem, hardware)
     experts, rows, tile = SKEWED
     if problem.experts > experts and problem.rows >= rows * problem.experts:
