@@ -159,42 +159,36 @@ SOURCES = Path(launch.__file__).parents[2]
 KERNEL = "ops/moe/kernel.py"
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 WAIT = "gl.wait(work.flags, flag, epoch * STEPS + i // work.PLACERS + 1)"
-AWAIT = "gl.wait_all(mm.flags, source * work.PER, work.SENDERS, done)"
-SENT = "gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i // flags.world + 1)"
-CARRIED = "    gl.store_wait(0)\n    gl.barrier()\n"
-SOME = "some = gl.load(tr.copied + end) - begin"
+SENT = "                gl.barrier()\n                gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)\n"
+PLACED = "        gl.barrier()\n        gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.PLACERS + 1)\n"
 
 MUTANTS = {
     "a loader does not wait": ([(WAIT, "epoch == epoch")], "R"),
     "a loader waits for the tile before": ([(WAIT, WAIT.replace(" + 1)", ")"))], "R"),
     "a loader waits for another placer": ([("work.flags.world * work.PER + i % work.PLACERS", "work.flags.world * work.PER + (i + 1) % work.PLACERS")], "RD"),
-    "no proxy fence after the flag": ([("    gl.fence_proxy_async()\n    return there\n", "    return there\n")], "R"),
-    "no proxy fence after the tokens' flags": ([("        gl.fence_proxy_async()\n        begin", "        begin")], "R"),
-    "a placer does not wait for tokens": ([(f"            {AWAIT}\n", "            pass\n")], "R"),
+    "no proxy fence after the flag": ([("    gl.fence_proxy_async()\n", "")], "R"),
+    "a placer does not wait for tokens": ([("            gl.wait_all(work.flags, source * work.PER, work.SENDERS, done)\n", "            pass\n")], "R"),
     "a placer waits for a round less": ([("last // (tr.block * work.SENDERS) + 1", "last // (tr.block * work.SENDERS)")], "R"),
-    "a placer waits for one sender": ([(AWAIT, AWAIT.replace("work.SENDERS", "1"))], "R"),
-    "a placer waits for the source before": ([(AWAIT, AWAIT.replace("source *", "(source + 1) % mm.flags.world *"))], "RD"),
+    "a placer waits for one sender": ([("source * work.PER, work.SENDERS, done)", "source * work.PER, 1, done)")], "R"),
+    "a placer waits for the source before": ([("gl.wait_all(work.flags, source * work.PER, work.SENDERS, done)", "gl.wait_all(work.flags, (source + 1) % work.flags.world * work.PER, work.SENDERS, done)")], "RD"),
     "a placer waits for its first rows only": ([("mask=rows < end, other=-1)", "mask=rows < row + 8, other=-1)")], "R"),
-    "rows of a token are not copied": ([(SOME, "some = begin * 0")], "W"),
-    "a row less is copied": ([(SOME, SOME.replace("gl.load(tr.copied + end) - begin", "gl.maximum(gl.load(tr.copied + end) - begin - 1, 0)"))], "W"),
-    "copied to where they are": ([("flags.rank, tr.copy_to + begin, some", "flags.rank, tr.copy_from + begin, some")], "RW"),
-    "told before the stores are performed": ([(CARRIED, "    gl.store_read_wait(0)\n    gl.barrier()\n")], "R"),
-    "told before all threads know that they are": ([(CARRIED, "    gl.store_wait(0)\n")], "R"),
-    "a store less is waited for": ([(CARRIED, CARRIED.replace("0", "1"))], "R"),
-    "a buffer is filled that is being sent": ([("gl.store_read_wait((mm.ring.STAGES - 1 - AHEAD) * AT_ONCE)", "pass")], "R"),
-    "rows are sent before they are loaded": ([("                mm.ring.consumer_wait(at)\n                put", "                put")], "R"),
-    "a sender tells the next rank": ([(SENT, SENT.replace("to, flags.rank", "(to + 1) % flags.world, flags.rank"))], "RD"),
-    "a sender tells a round ahead": ([(SENT, SENT.replace("world + 1)", "world + 2)"))], "R"),
-    "a rank less": ([("range(rounds * flags.world)", "range(rounds * flags.world - 1)")], "RDW"),
-    "sent to the next rank": ([("tr.send_token + begin, to, tr", "tr.send_token + begin, (to + 1) % flags.world, tr")], "RW"),
-    "sent in the order of the first rank": ([("tr.send_token + begin", "tr.send_token + first")], "W"),
-    "places of another rank": ([("tr.send_place + begin", "tr.send_place + first")], "RWP"),
-    "no row is carried": ([("range(0, mm.k_steps, mm.BM)", "range(0, mm.k_steps - 64, mm.BM)")], "RW"),
+    "rows of a token are not copied": ([("        if gl.max(again.to(gl.int32), 0) > 0:\n", "        if gl.max(again.to(gl.int32), 0) > 1:\n")], "W"),
+    "all rows are copied": ([("again = (rows < end) & (first != target)", "again = rows < end")], "RNW"),
+    "copied to the row's number": ([("        target = at + rows - row\n", "        target = rows\n")], "RW"),
+    "placed before it is performed": ([(PLACED, PLACED.replace("        gl.barrier()\n", ""))], "R"),
+    "told before the stores are performed": ([(SENT, SENT.replace("                gl.barrier()\n", ""))], "R"),
+    "a sender tells the next rank": ([("gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)", "gl.signal(flags, (to + 1) % flags.world, flags.rank * work.PER + me, epoch * STEPS + i + 1)")], "RD"),
+    "a sender tells a round ahead": ([("flags.rank * work.PER + me, epoch * STEPS + i + 1)", "flags.rank * work.PER + me, epoch * STEPS + i + 2)")], "R"),
+    "a rank less": ([("        for distance in range(1, flags.world + 1):\n            to", "        for distance in range(1, flags.world):\n            to")], "RDW"),
+    "sent to the next rank": ([("        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, to)", "        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, (to + 1) % work.flags.world)")], "RW"),
+    "sent in the order of tokens": ([("tr.send_token + to * tr.tokens + numbers, mask", "tr.send_token + numbers, mask")], "W"),
+    "places of another rank": ([("tr.send_place + to * tr.tokens + numbers, mask", "tr.send_place + numbers, mask")], "RWP"),
+    "no zeros behind a row": ([("mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]", "mask = there[:, None] & (cols < tr.k_lines * 8)[None, :]")], "W"),
     "communicators do not end the call": ([("        place(work, me - work.SENDERS, epoch)\n    finish_all(work.matmul, epoch)\n", "        place(work, me - work.SENDERS, epoch)\n")], "RDWP"),
     "CTAs without tiles go through the roles": ([("    if first_unit(mm) < tiles:\n", "    if first_unit(mm) < tiles + 8:\n")], "R"),
     # harmless
     "waits for a flag twice": ([("    there = " + WAIT, "    gl." + WAIT[3:] + "\n    there = " + WAIT)], None),
-    "a fence more": ([("    gl.fence_proxy_async()\n    return", "    gl.fence_proxy_async()\n    gl.fence_proxy_async()\n    return")], None),
+    "a fence more": ([("    gl.fence_proxy_async()\n", "    gl.fence_proxy_async()\n    gl.fence_proxy_async()\n")], None),
     "one block at a time": ([("rounds = gl.cdiv(most, tr.block * ROUND)", "rounds = gl.cdiv(most, tr.block * ROUND) + 1")], None),
 }  # fmt: skip
 

@@ -4,11 +4,9 @@ A rank's rows lie in a slot of its parallel memory, in expert order, each row ti
 reads what may still be written for another; rows are padded with zeros to whole K steps. SENDERS push each
 own token once to each rank that wants it (themselves included), to the first of its rows there, in the order of these
 rows, in blocks that are dealt to them round by round. PLACERS go through the row tiles: they wait until the tokens of a
-tile are in, copy those rows of it that are further rows of a token from the first one, and say that the tile is there. Both
-carry rows by TMA through the ring of operands, in pieces as wide as BM K steps, as many at once as a place in the ring has
-room for. The other CTAs are a grouped matmul (tiles/grouped.py); GATED, a tile is multiplied by both matrices at once, into
-an accumulator twice as wide, whose halves become one before it leaves. Whose row is whose is known before the launch, on
-the device.
+tile are in, copy those rows of it that are further rows of a token from the first one, and say that the tile is there. The
+other CTAs are a grouped matmul (tiles/grouped.py); GATED, a tile is multiplied by both matrices at once, into an accumulator
+twice as wide, whose halves become one before it leaves. Whose row is whose is known before the launch, on the device.
 
 A flag that counts within a call has the values epoch * STEPS + count. One slot is enough: a call is behind the exchange
 of its counts on every rank's stream, so who sends knows that every peer has ended the call before. Besides the tables of
@@ -18,14 +16,13 @@ the template:
 |---|---|---|---|---|
 | flags[d][r * PER + c]: rounds done | sender c of rank r, its blocks for d in these rounds are stored | placers of rank d, before a tile with tokens of these rounds | release / acquire, sys | monotonic; all are raised every REFRESH calls, as calls of few tokens or senders leave some out |
 | flags[r][WORLD * PER + p]: tiles there | placer p of rank r, its tiles so far are complete | loaders of rank r, before a tile | release / acquire, sys; then a proxy fence | as above |
-| ring.ready of a communicator | the TMA loads of pieces of rows | this CTA, before it stores them | mbarrier, CTA | store_read_wait: the stores of a buffer's last use have read it |
-| the slot of rank d | senders of all ranks; d's placers | d's placers; d's loaders; all by TMA | flags | written again in the next call, by a rank that has taken part in an exchange which d begins when it has ended this one |
+| the slot of rank d | senders of all ranks; d's placers | d's placers; d's loaders, by TMA | flags | written again in the next call, by a rank that has taken part in an exchange which d begins when it has ended this one |
 
 A wait that times out makes the loader load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.communicator import finish_all, operand_buf
+from tileweave.tiles.communicator import finish_all
 from tileweave.tiles.grouped import as_product, end_of, entry_of, load_matrix, row_tile, store_part
 from tileweave.tiles.matmul import (
     Matmul,
@@ -43,35 +40,36 @@ from tileweave.tiles.matmul import (
 STEPS = gl.constexpr(4096)
 REFRESH = gl.constexpr(1 << 16)
 EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
-BLOCK_ROWS = gl.constexpr(32)  # a block has whole ones of these
+BLOCK_ROWS = gl.constexpr(32)  # rows that are copied at once
 
 
 @gl.aggregate
 class Travel:
-    """What goes where. A line is a row's part of a K step; boxes of descriptors are BM lines of one row."""
+    """What goes where. Distances are in lines of 16 bytes."""
 
-    x: gl.tensor_descriptor  # [1, tokens, lines, BK]: this rank's tokens
-    slots_desc: gl.tensor_descriptor  # [world, most, lines, BK]
+    x: gl.tensor  # this rank's tokens [tokens, k_lines]
     tokens: gl.tensor
+    k_lines: gl.tensor
+    padded_lines: gl.tensor  # of a row in a slot
+    places: gl.tensor  # rank 0's slot,
+    rank_lines: gl.tensor  # and the distance of two ranks'
     send_token: gl.tensor  # int32 [world, tokens]: what goes to a rank, in order,
     send_place: gl.tensor  # to which row of its slot
     sent: gl.tensor  # int32 [world]: how many go
     row_slot: gl.tensor  # int32 [rows]: source * slots + number of the token among those that this source sends here
-    copied: gl.tensor  # int32 [rows + 1]: how many of the rows ahead are further rows of a token
-    copy_from: gl.tensor  # int32 [rows]: of each of these, where in the slot the first row of its token lies,
-    copy_to: gl.tensor  # and where it lies itself
+    from_row: gl.tensor  # int32 [rows]: where in the slot the first row of the same token lies
     slots: gl.tensor
     block: gl.tensor  # tokens in a block
 
     @gl.constexpr_function
     def __init__(
-        self, x, slots_desc, tokens, send_token, send_place, sent, row_slot, copied, copy_from, copy_to, slots,
-        block,
+        self, x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
+        from_row, slots, block,
     ):  # fmt: skip
-        self.x, self.slots_desc, self.tokens = x, slots_desc, tokens
-        self.send_token, self.send_place, self.sent, self.row_slot = send_token, send_place, sent, row_slot
-        self.copied, self.copy_from, self.copy_to = copied, copy_from, copy_to
-        self.slots, self.block = slots, block
+        self.x, self.tokens, self.k_lines, self.padded_lines = x, tokens, k_lines, padded_lines
+        self.places, self.rank_lines = places, rank_lines
+        self.send_token, self.send_place, self.sent = send_token, send_place, sent
+        self.row_slot, self.from_row, self.slots, self.block = row_slot, from_row, slots, block
 
 
 @gl.aggregate
@@ -79,7 +77,7 @@ class Work:
     """What the roles share besides the matmul."""
 
     matmul: Matmul
-    flags: gl.Flags  # the loader's
+    flags: gl.Flags
     rows_desc: gl.tensor_descriptor  # [world, 1, most, k in whole steps]
     travel: Travel
     w: gl.tensor_descriptor  # [experts, k, n] or, B_T, [experts, n, k],
@@ -179,81 +177,56 @@ def store(work, owner, row, col, buf, epoch, met):
 
 
 @gl.jit
-def piece_buf(mm, at, J: gl.constexpr, like):
-    """The J-th of the pieces that a place in the ring holds: A's buffer, then what B's has room for."""
-    if J == 0:
-        return operand_buf(mm, at, like)
-    else:
-        shape: gl.constexpr = [mm.ACC // mm.BM] + like.block_shape
-        return gl.reinterpret(mm.b_bufs.index(at.slot), like.dtype, shape, like.layout).index(J - 1)
+def slot_of(work, rank):
+    """A rank's slot."""
+    return work.travel.places + rank.to(gl.int64) * work.travel.rank_lines * 8
 
 
 @gl.jit
-def fetch(work, source, rank, rows, first, count, line, at):
-    """Communicator: start the loads of pieces, from `line` on, of `rank`'s rows in `source` to a place in the ring: of those
-    from `first` on in the list; of the last one again, where there are no more, as a barrier expects the same bytes each time."""
-    mm = work.matmul
-    PIECES: gl.constexpr = 1 + mm.ACC // mm.BM
-    bar = mm.ring.ready_at(at)
-    gl.mbarrier_expect(bar, PIECES * mm.BM * mm.BK * (source.dtype.primitive_bitwidth // 8))
-    for j in gl.static_range(PIECES):
-        row = gl.load(rows + gl.minimum(first + j, count - 1))
-        gl.load_async(source, rank, [row, line, 0], piece_buf(mm, at, j, source), bar)
+def copy_rows(work, source, from_rows, from_lines, target, to_rows, there, L: gl.constexpr):
+    """Copy rows, `from_lines` apart in `source`, to a slot, 16 bytes of a thread at a time, with zeros behind their end."""
+    tr = work.travel
+    WIDE: gl.constexpr = 512
+    from_words, to_words = from_rows.to(gl.int64) * from_lines, to_rows.to(gl.int64) * tr.padded_lines
+    for col in range(0, tr.padded_lines * 8, WIDE):
+        cols = col + gl.arange(0, WIDE, gl.SliceLayout(0, L))
+        inside = (cols < tr.k_lines * 8)[None, :]
+        x = gl.load(source + from_words[:, None] * 8 + cols[None, :], mask=there[:, None] & inside, other=0.0)
+        mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]
+        gl.store(target + to_words[:, None] * 8 + cols[None, :], x, mask=mask)
 
 
 @gl.jit
-def put(work, to, rows, first, count, line, at):
-    """Communicator: start the stores of what `fetch` has loaded to rows of a rank's slot."""
-    mm, like = work.matmul, work.travel.slots_desc
-    for j in gl.static_range(1 + mm.ACC // mm.BM):
-        if first + j < count:
-            row = gl.load(rows + first + j)
-            gl.store_async(like, to, [row, line, 0], piece_buf(mm, at, j, like))
-
-
-@gl.jit
-def carry(work, source, rank, from_rows, to, to_rows, count, at, to_fill):
-    """Communicator: `count` rows of `rank` in `source`, whose numbers are in the list `from_rows`, to those of `to`'s slot in
-    the list `to_rows`, half a ring of loads ahead of the stores. When this returns, they are performed, as all threads know;
-    returns the next place in the ring, which `at` and `to_fill` both are: Triton would take two names for one variable."""
-    mm = work.matmul
-    AT_ONCE: gl.constexpr = 1 + mm.ACC // mm.BM
-    AHEAD: gl.constexpr = mm.ring.STAGES // 2
-    items = gl.cdiv(count, AT_ONCE)
-    for line in range(0, mm.k_steps, mm.BM):
-        for i in range(0, items + AHEAD):
-            if i < items:
-                gl.store_read_wait((mm.ring.STAGES - 1 - AHEAD) * AT_ONCE)
-                fetch(work, source, rank, from_rows, i * AT_ONCE, count, line, to_fill)
-                to_fill = mm.ring.next(to_fill)
-            if i >= AHEAD:
-                mm.ring.consumer_wait(at)
-                put(work, to, to_rows, (i - AHEAD) * AT_ONCE, count, line, at)
-                at = mm.ring.next(at)
-    gl.store_wait(0)
-    gl.barrier()
-    return at
+def send_block(work, to, first, end):
+    """Sender: tokens `first` to `end` of those that go to a rank."""
+    tr = work.travel
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    for i in range(first, end, BLOCK_ROWS):
+        numbers = i + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, L))
+        there = numbers < end
+        tokens = gl.load(tr.send_token + to * tr.tokens + numbers, mask=there, other=0)
+        places = gl.load(tr.send_place + to * tr.tokens + numbers, mask=there, other=0)
+        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, to), places, there, L)
 
 
 @gl.jit
 def send(work, me, epoch):
-    """Sender `me`: its block of each round to each rank in turn, its own last, so that all receivers get on."""
-    tr, flags = work.travel, work.matmul.flags
+    """Sender `me`: its block of each round to each rank in turn, so that all receivers get on."""
+    tr, flags = work.travel, work.flags
     ROUND: gl.constexpr = work.SENDERS
-    most, at = flags.rank * 0, work.matmul.ring.start()
+    most = flags.rank * 0
     for to in range(flags.world):
         most = gl.maximum(most, gl.load(tr.sent + to))
     rounds = gl.cdiv(most, tr.block * ROUND)
-    for i in range(rounds * flags.world):
-        to = (flags.rank + 1 + i) % flags.world
-        count = gl.load(tr.sent + to)
-        before = i // flags.world * ROUND * tr.block
-        if before < count:
-            first = before + me * tr.block
-            some = gl.maximum(gl.minimum(count - first, tr.block), 0)
-            begin = to * tr.tokens + first
-            at = carry(work, tr.x, 0, tr.send_token + begin, to, tr.send_place + begin, some, at, at)
-            gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i // flags.world + 1)
+    for i in range(rounds):
+        for distance in range(1, flags.world + 1):
+            to = (flags.rank + distance) % flags.world
+            count = gl.load(tr.sent + to)
+            if i * ROUND * tr.block < count:
+                first = (i * ROUND + me) * tr.block
+                send_block(work, to, first, gl.minimum(first + tr.block, count))
+                gl.barrier()
+                gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)
     if epoch % REFRESH == 0:
         for to in range(flags.world):
             for flag in range(me, work.PER, ROUND):
@@ -263,34 +236,44 @@ def send(work, me, epoch):
 @gl.jit
 def await_tokens(work, row, end, epoch):
     """Placer: wait for the tokens of rows `row` to `end`, a tile's."""
-    tr, mm = work.travel, work.matmul
+    tr = work.travel
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rows = row + gl.arange(0, mm.BM, L)
+    rows = row + gl.arange(0, work.matmul.BM, L)
     slot = gl.load(tr.row_slot + rows, mask=rows < end, other=-1)
-    for source in range(mm.flags.world):
+    for source in range(work.flags.world):
         mine = (slot >= source * tr.slots) & (slot < (source + 1) * tr.slots)
         last = gl.max(gl.where(mine, slot - source * tr.slots, -1), 0)
         if last >= 0:
             done = epoch * STEPS + last // (tr.block * work.SENDERS) + 1
-            gl.wait_all(mm.flags, source * work.PER, work.SENDERS, done)
+            gl.wait_all(work.flags, source * work.PER, work.SENDERS, done)
+
+
+@gl.jit
+def copy_again(work, at, row, end):
+    """Placer: rows of the tile that lies from `at` on in the slot which are not the first ones of their tokens."""
+    tr = work.travel
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    slot = slot_of(work, work.flags.rank)
+    for i in range(row, end, BLOCK_ROWS):
+        rows = i + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, L))
+        first = gl.load(tr.from_row + rows, mask=rows < end, other=0)
+        target = at + rows - row
+        again = (rows < end) & (first != target)
+        if gl.max(again.to(gl.int32), 0) > 0:
+            copy_rows(work, slot, first, tr.padded_lines, slot, target, again, L)
 
 
 @gl.jit
 def place(work, me, epoch):
     """Placer `me`: its row tiles, one after the other."""
-    tr, flags = work.travel, work.matmul.flags
-    at = work.matmul.ring.start()
+    flags = work.flags
     for i in range(me, gl.load(work.table), work.PLACERS):
         entry = entry_of(work.table, i)
         row = gl.load(entry + 1)
         end = gl.minimum(gl.load(entry + 2), row + work.matmul.BM)
         await_tokens(work, row, end, epoch)
-        gl.fence_proxy_async()
-        begin = gl.load(tr.copied + row)
-        some = gl.load(tr.copied + end) - begin
-        at = carry(
-            work, tr.slots_desc, flags.rank, tr.copy_from + begin, flags.rank, tr.copy_to + begin, some, at, at
-        )  # fmt: skip
+        copy_again(work, i * work.matmul.BM, row, end)
+        gl.barrier()
         gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.PLACERS + 1)
     if epoch % REFRESH == 0:
         for flag in range(me, work.PER, work.PLACERS):
@@ -310,14 +293,15 @@ def communicate(work):
 
 
 @gl.jit(do_not_specialize=[
-    "rank", "flags_stride", "timeout_us", "tokens", "slots", "block", "rows", "most", "n", "k",
+    "rank", "flags_stride", "timeout_us", "tokens", "k_lines", "padded_lines", "rank_lines", "slots", "block",
+    "rows", "most", "n", "k",
 ])  # fmt: skip
 def moe_dispatch_matmul_kernel(
-    rank, x, slots_desc, x_like, rows_desc, w, w_gate, w_like, out_desc, out, offsets, table, flags_ptr, flags_stride,
-    state, timeout_us, tokens, send_token, send_place, sent, row_slot, copied, copy_from, copy_to, slots, block, rows,
-    most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, GATED: gl.constexpr, SILU: gl.constexpr,
-    SENDERS: gl.constexpr, PLACERS: gl.constexpr, PER: gl.constexpr,
+    rank, x, x_like, rows_desc, w, w_gate, w_like, out_desc, out, offsets, table, flags_ptr, flags_stride, state,
+    timeout_us, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot, from_row,
+    slots, block, rows, most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, GATED: gl.constexpr,
+    SILU: gl.constexpr, SENDERS: gl.constexpr, PLACERS: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = the tokens of all ranks that this rank's experts want, in their order, times w, and what is made of
     that: GATED by their product with w_gate, or SILU.
@@ -332,12 +316,11 @@ def moe_dispatch_matmul_kernel(
         False, B_T, SENDERS + PLACERS,
     )  # fmt: skip
     travel = Travel(
-        x, slots_desc, tokens, send_token, send_place, sent, row_slot, copied, copy_from, copy_to, slots, block,
+        x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
+        from_row, slots, block,
     )  # fmt: skip
-    # The rank by another name: an address that loader and communicators share would be computed ahead of both, and spilled.
-    near = gl.Flags(flags_ptr, flags_stride, (rank + WORLD) % WORLD, WORLD, timeout_us)
     work = Work(
-        mm, near, rows_desc, travel, w, w_gate, out_desc, out, offsets, table, rows, most, n, GATED, SENDERS, PLACERS, PER,
+        mm, flags, rows_desc, travel, w, w_gate, out_desc, out, offsets, table, rows, most, n, GATED, SENDERS, PLACERS, PER,
         GROUP,
     )  # fmt: skip
     ACTIVATE: gl.constexpr = gated if GATED else activated if SILU else unscaled

@@ -26,46 +26,34 @@ class Lists(NamedTuple):
     send_place: torch.Tensor
     sent: torch.Tensor
     row_slot: torch.Tensor
-    copied: torch.Tensor
-    copy_from: torch.Tensor
-    copy_to: torch.Tensor
+    from_row: torch.Tensor
 
 
 def lists_of(
     topk_index: torch.Tensor,
     offsets: torch.Tensor,
     row_slot: torch.Tensor,
-    token_slot: torch.Tensor,
     place: torch.Tensor,
     totals: torch.Tensor,
     slots: int,
+    world: int,
     align: int,
 ) -> Lists:
     """The lists of a route, for experts whose rows begin at multiples of `align`."""
-    tokens, world = token_slot.shape
     experts = Experts(totals.shape[0], world)
     rows = place.reshape(-1).long()
     known = torch.where(rows >= 0, topk_index.reshape(-1).long(), 0)
     apart = places_of(totals, experts, align)[0] - places_of(totals, experts)[0]
     row = torch.where(rows >= 0, rows + apart[known], FAR)
-    # What goes to a rank is numbered by slots, in the order of its first rows there.
-    at = torch.where(token_slot >= 0, token_slot, tokens).long()
-    own = torch.arange(tokens, device=at.device)[:, None].expand_as(at)
-    by_token = own, first_rows(row, experts.owner(known), tokens, world)
-    sends = (at.new_empty(tokens + 1, world).scatter_(0, at, each)[:-1].t() for each in by_token)
+    sent = first_rows(row, experts.owner(known), place.shape[0], world)
+    order = sent.argsort(dim=0, stable=True)
     count = world * slots
     slot = torch.where(row_slot >= 0, row_slot, count).long()
     numbers = torch.arange(slot.shape[0], device=slot.device)
     first = torch.full((count + 1,), FAR, dtype=torch.long, device=slot.device).scatter_reduce_(
         0, slot, numbers, "amin"
-    )[slot]
-    again = (slot < count) & (first != numbers)
-    copied = again.new_zeros(numbers.shape[0] + 1, dtype=torch.long)
-    torch.cumsum(again, 0, out=copied[1:])
-    lie = aligned(numbers, offsets, align)
-    ranked = torch.where(again, copied[:-1], numbers.shape[0])
-    copies = (torch.empty_like(copied).scatter_(0, ranked, each) for each in (lie[first], lie))
-    lists = *sends, (token_slot >= 0).sum(0), row_slot, copied, *copies
+    )
+    lists = order.t(), sent.gather(0, order).t(), (sent < FAR).sum(0), row_slot, aligned(first[slot], offsets, align)
     return Lists(*(as_words(each) for each in lists))
 
 
@@ -104,13 +92,11 @@ def fused(
     world, (bm, wide, bk) = fabric.world_size, plan.tile
     rows, (experts, k, n) = row_slot.shape[0], w.shape
     bn = wide if w_gate is None else wide // 2
-    padded = -(-k // bk) * bk
-    if x.shape[0] == 0:  # there is no descriptor of an empty tensor
-        x = x.new_zeros(1, k)
-    x = in_one_piece(x if k == padded else torch.nn.functional.pad(x, (0, padded - k)))
+    x = in_one_piece(x if x.shape[0] else x.new_zeros(1, k))
     own = alike([as_matrices(each) for each in (w, w_gate) if each is not None])
     b_t = own[0].stride(2) != 1 or own[0].stride(1) < n
     ws = [each.transpose(1, 2) if b_t else each for each in own]
+    padded = -(-k // bk) * bk
     most = most_row_tiles(most, Experts(totals.shape[0], world).most, plan.tile) * bm
     channel = fabric.channel(NAME, 0, -(-most // 2) * padded * x.element_size())  # both halves are one slot
     inbox, _ = parallel_view(channel.staging, 1, (most, padded), x.dtype)
@@ -122,21 +108,20 @@ def fused(
     variant = variant_of(fabric, NAME, x, tiling[-2:])
     fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=variant)
     part = part_rows(plan.tile), PART_BYTES // x.element_size()
-    lists, placers = lists_of(topk_index, offsets, row_slot, token_slot, place, totals, slots, bm), placers_of(plan)
+    lists, placers = lists_of(topk_index, offsets, row_slot, place, totals, slots, world, bm), placers_of(plan)
     senders = plan.comm_sms - placers
 
     def box(columns: int) -> tuple[int, int]:
         return (columns, bk) if b_t else (bk, columns)
 
     descs = [describe(each, (1, *box(bn))) for each in ws]
-    by_lines = (describe(each.unflatten(-1, (padded // bk, bk)), (1, 1, bm, bk)) for each in (x[None], inbox[:, 0]))
     args = (
-        fabric.rank, *by_lines, describe(x, (bm, bk)), slots_box(inbox, (bm, bk)).at(inbox), descs[0], descs[-1],
+        fabric.rank, x, describe(x, (bm, bk)), slots_box(inbox, (bm, bk)).at(inbox), descs[0], descs[-1],
         describe(ws[0][0], box(wide)), describe(target, part), target, offsets, table, channel.flags,
-        channel.flags.stride(0), channel.state, channel.timeout_us, max(token_slot.shape[0], 1), *lists, slots,
-        block_of(slots, senders), rows, most, n, k, world, bm, bn, bk, plan.stages,
-        part_buffers(plan.tile, plan.stages, x.element_size()), GROUP_ROWS, b_t, w_gate is not None, silu, senders,
-        placers, FLAGS // (world + 1),
+        channel.flags.stride(0), channel.state, channel.timeout_us, max(token_slot.shape[0], 1), k // 8, padded // 8,
+        inbox, inbox.stride(0) // 8, *lists, slots, block_of(slots, senders), rows, most, n, k, world, bm, bn, bk,
+        plan.stages, part_buffers(plan.tile, plan.stages, x.element_size()), GROUP_ROWS, b_t, w_gate is not None, silu,
+        senders, placers, FLAGS // (world + 1),
     )  # fmt: skip
     variant = variant_of(fabric, NAME, x, args[-13:])
     fabric.launch(moe_dispatch_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=variant)

@@ -83,8 +83,6 @@ class Experts(NamedTuple):
     def owner(self, expert: torch.Tensor) -> torch.Tensor:
         """The ranks that have these experts."""
         each, more = divmod(self.total, self.world)
-        if more == 0:
-            return expert // each
         longer = more * (each + 1)
         return torch.where(expert < longer, expert // (each + 1), more + (expert - longer) // each)
 
@@ -190,13 +188,9 @@ def _counted(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tens
 def places_of(totals: torch.Tensor, experts: Experts, align: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """The first row of each expert at its rank, and the one past its last, of how many it has, rounded up to a multiple
     of `align`."""
-    if align > 1:
-        totals = (totals + align - 1) // align * align
-    if experts.total % experts.world == 0:
-        end = totals.view(experts.world, -1).cumsum(1).view(-1)
-    else:
-        sizes = [end - first for first, end in map(experts.of, range(experts.world))]
-        end = torch.cat([part.cumsum(0) for part in totals.split(sizes)])
+    totals = (totals + align - 1) // align * align
+    sizes = [end - first for first, end in map(experts.of, range(experts.world))]
+    end = torch.cat([part.cumsum(0) for part in totals.split(sizes)])
     return end - totals, end
 
 
