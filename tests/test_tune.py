@@ -180,6 +180,18 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path, monkeypatch):
         write(KEY, [(PLANS[0], 1.0)])
 
 
+def test_a_user_without_a_home_has_no_cache_and_is_told(monkeypatch):
+    """An error of the rank that reads would leave the others waiting."""
+    monkeypatch.delenv("TILEWEAVE_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.warns(UserWarning, match="is not used, it is measured anew: OSError: there is no home folder"):
+        assert read(KEY, PLANS) is None
+    with pytest.warns(UserWarning, match="cannot be written: there is no home folder"):
+        write(KEY, [(PLANS[0], 1.0)])
+
+
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.delenv("TILEWEAVE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.nn.test_processes import start
-from tileweave.bench import between, between_moe, between_sequence
+from tileweave.bench import between, between_moe, between_sequence, harness
 from tileweave.bench.attention_case import Case
 from tileweave.ops.attention import reference
 from tileweave.ops.sequence.placement import place_sequence
@@ -60,10 +60,16 @@ def experts(rank):
                 assert_right(samples[name](), truth)
 
 
+def memory(rank):
+    """All ranks know of that which has the least."""
+    torch.cuda.mem_get_info = lambda: (7 + rank, 9)
+    assert harness.free_bytes() == 7
+
+
 def body(rank):
     between.slowest = lambda value: value  # each rank looks at its own
     between.normal = lambda *shape: torch.randn(*shape).bfloat16()
-    for part in (products, sequences, experts):
+    for part in (products, sequences, experts, memory):
         part(rank)
 
 

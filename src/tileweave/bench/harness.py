@@ -66,9 +66,19 @@ class Bench:
         if uneven := [size for size in self.divided(shape) if size % world]:
             return f"{world} GPUs cannot share {uneven[0]} evenly"
         torch.cuda.empty_cache()  # what the shape before has left is of other sizes
-        if (needed := self.needs(shape)) > (free := torch.cuda.mem_get_info()[0]):
+        if (needed := self.needs(shape)) > (free := free_bytes()):
             return f"needs {needed / 1e9:.0f} GB, {free / 1e9:.0f} are free"
         return self.measure(**shape, rounds=rounds, **options)
+
+
+def free_bytes() -> float:
+    """Of GPU memory; of several GPUs' where it is the least, so that all ranks leave the same shapes out."""
+    free = float(torch.cuda.mem_get_info()[0])
+    if not dist.is_initialized():
+        return free
+    every = [0.0] * dist.get_world_size()
+    dist.all_gather_object(every, free)
+    return min(every)
 
 
 @contextmanager

@@ -35,10 +35,13 @@ class Tuned:
 
 
 def folder() -> Path:
-    """Where the cache is."""
+    """Where the cache is; OSError if it can be nowhere."""
     if named := os.environ.get("TILEWEAVE_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tileweave"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tileweave"
+    except RuntimeError as error:  # of a user without a home: no reason to keep the other ranks waiting
+        raise OSError("there is no home folder") from error
 
 
 def path_of(key: dict[str, Any]) -> Path:
@@ -50,9 +53,9 @@ def write(key: dict[str, Any], times: Times) -> None:
     """Keep the microseconds of each plan; a UserWarning where that is not possible."""
     plans = [{"plan": {name: getattr(plan, name) for name in AGREED}, "us": us} for plan, us in times]
     text = json.dumps({"format": FORMAT, "version": VERSION, "key": key, "times": plans}, indent=1)
-    path = path_of(key)
-    why = "it is measured anew next time"
+    why, path = "it is measured anew next time", None
     try:
+        path = path_of(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".new")
         try:
@@ -64,20 +67,21 @@ def write(key: dict[str, Any], times: Times) -> None:
                 os.unlink(beside)
             raise
     except OSError as error:
-        warnings.warn(f"TILEWEAVE_CACHE: {path} cannot be written: {error}; {why}", stacklevel=2)
+        warnings.warn(f"TILEWEAVE_CACHE: {path or 'a file'} cannot be written: {error}; {why}", stacklevel=2)
 
 
 def read(key: dict[str, Any], plans: list[Plan]) -> Times | None:
     """What was measured of these plans, the fastest first; None where nothing was. A file that is not what `write`
     wrote for them is not used, of which a UserWarning tells."""
-    path = path_of(key)
+    path = None
     try:
+        path = path_of(key)
         return _parsed(_text(path), key, plans)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
-        warnings.warn(f"TILEWEAVE_CACHE: {path} is not used, it is measured anew: {why}", stacklevel=2)
+        warnings.warn(f"TILEWEAVE_CACHE: {path or 'a file'} is not used, it is measured anew: {why}", stacklevel=2)
         return None
 
 
