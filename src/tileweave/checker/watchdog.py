@@ -27,8 +27,9 @@ class OutOfTime(BaseException):
 @contextmanager
 def in_time(end: float | None, outermost: CodeType) -> Iterator[None]:
     """Within it, OutOfTime is raised a little after `end`, of time.monotonic(), wherever the program is; of the lines
-    that it can be stuck in, those called by `outermost` count. Does nothing without an end, in another thread than the
-    main one, or where there are no timers (Windows)."""
+    that it can be stuck in, those called by `outermost` count. A timer that runs already, for a test's time limit say,
+    goes on afterwards. Does nothing without an end, in another thread than the main one, or where there are no timers
+    (Windows)."""
     main = threading.current_thread() is threading.main_thread()
     if end is None or not main or not hasattr(signal, "setitimer"):
         yield
@@ -37,10 +38,15 @@ def in_time(end: float | None, outermost: CodeType) -> Iterator[None]:
     def over(number: int, frame: FrameType | None) -> None:
         raise OutOfTime(written_by_user(running(frame), outermost))
 
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, max(end - time.monotonic(), 0.0) + GRACE, _AGAIN)
+    handler, start = signal.signal(signal.SIGALRM, over), time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, max(end - start, 0.0) + GRACE, _AGAIN)
     try:
-        yield
-    finally:
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    finally:  # even if the time was up on the way into the line above
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 1e-3), interval)

@@ -6,7 +6,9 @@ leaves torch.distributed's own collectives in the program's order, which it know
 to it like any function, so each of ours is lowered with a dependence on the one before it.
 """
 
+import importlib
 import sys
+import threading
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,7 +18,10 @@ import torch
 
 LIBRARY = torch.library.Library("tileweave", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
+_LOWERING = "torch._inductor.lowering"
 _latest: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by Inductor's graph: the buffer of its latest call of ours
+_ordered: set[torch._ops.OpOverload] = set()
+_registering = threading.Lock()  # a call that is put behind itself would wait for ever
 
 
 def register_shape_of_collective(name: str) -> Callable[[Callable], Callable]:
@@ -38,20 +43,34 @@ def register_shape_of_collective(name: str) -> Callable[[Callable], Callable]:
 
 def _keep_order(operator: torch._ops.OpOverload) -> None:
     """Have Inductor, where it is at work, lower the operator as it would, but behind the call before it."""
-    lowering = sys.modules.get("torch._inductor.lowering")  # nobody else has to wait for its import
-    if lowering is None or operator in lowering.lowerings:
+    if operator in _ordered or _LOWERING not in sys.modules:  # nobody else has to wait for its import
         return
-    lowering.make_fallback(operator, warn=False)
-    lower = lowering.lowerings[operator]
+    lowering = importlib.import_module(_LOWERING)  # which another thread may not be through with yet
+    with _registering:
+        if operator in _ordered:
+            return
+        if operator not in lowering.lowerings:
+            lowering.make_fallback(operator, warn=False)
+        lowering.lowerings[operator] = _in_order(operator, lowering.lowerings[operator], lowering)
+        _ordered.add(operator)
+
+
+def _in_order(operator: torch._ops.OpOverload, lower: Callable, lowering: Any) -> Callable:
+    """`lower` of an operator, behind the call before it. RuntimeError where Inductor has no such thing."""
 
     def lower_in_order(*args: Any, **kwargs: Any) -> Any:
         graph = lowering.V.graph
         earlier = len(graph.operations)
         result = lower(*args, **kwargs)
-        call = next(made for made in graph.operations[earlier:] if getattr(made, "op_overload", None) is operator)
+        calls = [made for made in graph.operations[earlier:] if getattr(made, "op_overload", None) is operator]
+        if not calls or not hasattr(graph, "additional_buffer_deps"):
+            raise RuntimeError(
+                f"{operator}: Inductor of torch {torch.__version__} cannot be told to keep the order of calls, without "
+                "which ranks may wait for each other in vain; torch.compile(..., backend='aot_eager') keeps it"
+            )
         if graph in _latest:
-            graph.additional_buffer_deps[call.get_operation_name()].add(_latest[graph])
-        _latest[graph] = call.get_name()
+            graph.additional_buffer_deps[calls[0].get_operation_name()].add(_latest[graph])
+        _latest[graph] = calls[0].get_name()
         return result
 
-    lowering.lowerings[operator] = lower_in_order
+    return lower_in_order
