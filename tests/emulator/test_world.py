@@ -278,3 +278,22 @@ def test_a_run_leaves_the_garbage_collector_as_it_was():
     with pytest.raises(KeyError):
         World(1).run(fn)
     assert gc.get_threshold() == before and seen[0][0] > before[0] and gc.get_freeze_count() == 0
+
+
+def test_of_runs_in_two_threads_the_last_to_end_leaves_the_garbage_collector_as_it_was():
+    before, both_run, first_is_over = gc.get_threshold(), threading.Barrier(2), threading.Event()
+
+    def first():
+        World(1).run(lambda rank: both_run.wait(10))
+        first_is_over.set()
+
+    def second(rank):
+        both_run.wait(10)
+        assert first_is_over.wait(10)
+        seen.append(gc.get_threshold()[0])
+
+    seen, thread = [], threading.Thread(target=first)
+    thread.start()
+    World(1).run(second)
+    thread.join()
+    assert seen[0] > before[0] and gc.get_threshold() == before and gc.get_freeze_count() == 0

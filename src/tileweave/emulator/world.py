@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from tileweave.emulator.copies import finish, start
 from tileweave.emulator.coverage import Coverage
 from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
 from tileweave.emulator.explain import Race, deadlock, told_of
+from tileweave.emulator.garbage import seldom_collected
 from tileweave.emulator.graphs import Graph, capturing
 from tileweave.emulator.hosts import Host
 from tileweave.emulator.memory import Memory
@@ -32,7 +32,6 @@ from tileweave.lang.launches import launched_ahead
 
 _COMPILE_OPTIONS = ("num_ctas", "num_stages", "maxnreg")  # launch options without a meaning here
 _MEMORIES_KEPT = 256  # storages that keep their regions over a meeting, for the next launch
-_COLLECT = 100_000  # objects that a run makes between two looks for garbage in cycles, of which it makes little
 _LOOK = 256  # steps between two looks at how many there were
 
 
@@ -129,12 +128,11 @@ class World:
         for host in self.hosts:
             cta = CTA(self, host.rank, None, HOST_LAUNCH, past, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
-        # A run makes little garbage in cycles. To look for it among all that the process held before takes as long as
-        # the run, and to look often a few percent of it.
-        often = gc.get_threshold()
-        gc.freeze()
-        if often[0]:
-            gc.set_threshold(max(often[0], _COLLECT), *often[1:])
+        with seldom_collected():
+            return self._run()
+
+    def _run(self) -> list:
+        """All that the hosts do; what they return."""
         try:
             # Ranks may run in inference mode: what they made there can be written only in it. Tiles are on the CPU;
             # to say so where the default device is the CPU anyway would slow them down.
@@ -154,8 +152,6 @@ class World:
                     part.throw()
             self._reset()
             self.hub = None
-            gc.unfreeze()
-            gc.set_threshold(*often)
 
     def launch(
         self,
