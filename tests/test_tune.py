@@ -112,6 +112,21 @@ def test_what_is_kept_is_not_measured_again(clock, cache):
     assert asked[0] == 3 * len(seen[0].times) and len(os.listdir(cache)) == 1
 
 
+def test_ranks_that_ask_for_different_calls_are_told_so(world, clock):
+    """On each rank, before anything is measured."""
+    asked, said = clock(lambda rank, index: 5.0 + index), []
+
+    def run(rank, group):
+        with pytest.raises(
+            ValueError, match=r"all ranks ask for the same: rank 0 .*'m': 256.*, rank 1 .*'m': 512"
+        ) as told:
+            tileweave.tune(OP, {**SIZES, "m": 256 << rank}, group=group)
+        said.append(str(told.value))
+
+    world.run(run)
+    assert len(said) == 2 and len(set(said)) == 1 and asked == [0, 0]
+
+
 def test_only_the_first_rank_reads(world, clock, monkeypatch):
     """So that ranks that see other files agree."""
     clock(lambda rank, index: 5.0 + index)

@@ -73,7 +73,8 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
         measure. The host waits for the GPU.
 
     Raises:
-        ValueError, TypeError: an unknown op, size or dtype, or sizes that break the op's contract.
+        ValueError, TypeError: an unknown op, size or dtype, or sizes that break the op's contract, or that differ
+            between ranks.
         RuntimeError: while a CUDA graph is being captured.
         FabricTimeout: a peer did not take part within the group's timeout.
     """
@@ -91,7 +92,14 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
         return None
     key = _key(op, problem, fabric)
     kept = read(key, plans) if fabric.rank == 0 else None
-    told = fabric.gather_values([[plans.index(plan), us] for plan, us in kept] if kept else None)[0]
+    found = [[plans.index(plan), us] for plan, us in kept] if kept else None
+    every = fabric.gather_values([f"{op} with {sizes}", found])
+    for rank, (asked, _) in enumerate(every):
+        if asked != every[0][0]:
+            raise ValueError(
+                f"tune: all ranks ask for the same: rank 0 asks for {every[0][0]}, rank {rank} for {asked}"
+            )
+    told = every[0][1]
     if told:
         times = [(plans[i], us) for i, us in told]
     else:

@@ -4,9 +4,10 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.nn.test_processes import start
-from tileweave.bench import between, between_moe, between_sequence, harness
+from tileweave.bench import between, between_moe, between_sequence, collectives, harness
 from tileweave.bench.attention_case import Case
 from tileweave.ops.attention import reference
 from tileweave.ops.sequence.placement import place_sequence
@@ -66,10 +67,24 @@ def memory(rank):
     assert harness.free_bytes() == 7
 
 
+def wrong(rank):
+    """What is wrong on one rank is told on all; of what is right nobody hears."""
+
+    def most(value):
+        every = [None] * 2
+        dist.all_gather_object(every, value)
+        return max(every)
+
+    collectives.slowest, right = most, torch.ones(4)
+    collectives.check_all("all_gather", right, right)
+    with pytest.raises(AssertionError, match="all_gather: " + ("Tensor-likes" if rank else "wrong on another rank")):
+        collectives.check_all("all_gather", right * (1 + rank), right)
+
+
 def body(rank):
     between.slowest = lambda value: value  # each rank looks at its own
     between.normal = lambda *shape: torch.randn(*shape).bfloat16()
-    for part in (products, sequences, experts, memory):
+    for part in (products, sequences, experts, memory, wrong):
         part(rank)
 
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tileweave as tw
-from tileweave.bench.between import CALLS, timed
+from tileweave.bench.between import CALLS, slowest, timed
 from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.measure import interleaved
 from tileweave.fabric import virtual_world
@@ -86,11 +86,18 @@ def nccl(name: str, options: dict[str, Any], x: torch.Tensor) -> Run:
 
 
 def check(name: str, out: torch.Tensor, true: torch.Tensor) -> None:
-    """RuntimeError unless a result is right, but for roundings."""
+    """AssertionError unless a result is right, but for roundings."""
+    torch.testing.assert_close(out.float(), true.float(), rtol=2**-6, atol=2**-5, msg=lambda said: f"{name}: {said}")
+
+
+def check_all(name: str, out: torch.Tensor, true: torch.Tensor) -> None:
+    """The same, of all ranks' results, on each of them: one that goes on by itself leaves the others waiting."""
+    wrong = ""
     try:
-        torch.testing.assert_close(out.float(), true.float(), rtol=2**-6, atol=2**-5)
+        check(name, out, true)
     except AssertionError as failure:
-        raise RuntimeError(f"{name} is wrong: {failure}") from failure
+        wrong = str(failure)
+    assert slowest(float(bool(wrong))) == 0, wrong or f"{name}: wrong on another rank"
 
 
 def row(name: str, options: dict[str, Any], x: torch.Tensor, world: int, us: dict[str, list[float]]) -> dict:
@@ -152,7 +159,7 @@ def measure_processes(name: str, options: dict[str, Any], nbytes: int, rounds: i
     world = dist.get_world_size()
     x = torch.randn(shape_of(name, options, nbytes, world), device="cuda").bfloat16()
     runs: dict[str, Run] = {"tileweave": lambda: getattr(tw, name)(x, **options), "nccl": nccl(name, options, x)}
-    check(name, runs["tileweave"](), runs["nccl"]())
+    check_all(name, runs["tileweave"](), runs["nccl"]())
     source = runs["tileweave"]().clone()
     target = torch.empty_like(source)
     runs["copy"] = lambda: target.copy_(source)
