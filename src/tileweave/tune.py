@@ -59,7 +59,8 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     file of the folder that the environment variable TILEWEAVE_CACHE names (`~/.cache/tileweave` if it does not), by op,
     shape, hardware and versions; where rank 0 finds them there nothing is measured. The group uses the result as long
     as it lives, for calls of this shape with the options' defaults, but a causal ring with its pieces in zigzag (a bias
-    or another dtype of 16 bits makes no difference), unless they have a `plan`. `explain` then shows `predicted_us` and `measured_us`.
+    or another dtype of 16 bits makes no difference), unless they have a `plan`. `explain` then shows `predicted_us` and
+    `measured_us`.
 
     Args:
         op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention" or "ulysses_attention".
