@@ -3,7 +3,8 @@
 All ranks make their calls in one order. Inductor puts a graph's calls into the order that needs least memory, which
 depends on sizes: ranks with shards of different sizes would each get another order, and wait for each other in vain. It
 leaves torch.distributed's own collectives in the program's order, which it knows by their type. Operators of others are
-to it like any function, so each of ours is lowered with a dependence on the one before it.
+to it like any function, so each of ours is lowered with a dependence on the one before it. Between ours and those of
+torch.distributed in the same graph no order is kept.
 """
 
 import importlib
