@@ -15,6 +15,7 @@ from tileweave.cli.problem import LARGEST_SEED, BadUsage
 from tileweave.fabric import MAX_RANKS
 
 SCHEDULES, SECONDS = 100, 300.0
+MOST_SECONDS = 7 * 24 * 3600
 _OFTEN = 0.15  # seconds between two drawings of the bar
 _MEETING = (
     "    Ranks of an emulated world run one at a time and meet through the group only: a lock, barrier or queue of\n"
@@ -46,9 +47,11 @@ def run_check(
     Raises BadUsage for arguments that make no sense, naming what would.
     """
     case = case_of(op, ranks, shape)
-    for name, value, least in (("schedules", schedules, 1), ("processes", processes, 1), ("seconds", seconds, 0.0)):
-        if value is not None and value < least:
-            raise BadUsage(f"--{name} must be at least {least}, got {value}")
+    for name, value in (("schedules", schedules), ("processes", processes)):
+        if value is not None and value < 1:
+            raise BadUsage(f"--{name} must be at least 1, got {value}")
+    if not 0 <= seconds <= MOST_SECONDS:
+        raise BadUsage(f"--seconds must be from 0 to {MOST_SECONDS}, got {seconds:g}")
     if not 0 <= seed <= LARGEST_SEED:
         raise BadUsage(f"--seed must be from 0 to {LARGEST_SEED}, got {seed}")
     seeds = range(seed, seed + schedules)
