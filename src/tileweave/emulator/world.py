@@ -21,10 +21,10 @@ from tileweave.emulator.copies import finish, start
 from tileweave.emulator.coverage import Coverage
 from tileweave.emulator.errors import DeadlockError, EmulatorError, RaceError
 from tileweave.emulator.explain import Race, deadlock, told_of
+from tileweave.emulator.garbage import seldom_collected
 from tileweave.emulator.graphs import Graph, capturing
 from tileweave.emulator.hosts import Host
 from tileweave.emulator.memory import Memory
-from tileweave.emulator.process import arranged
 from tileweave.emulator.rebuild import rebuilt, translate
 from tileweave.emulator.search import RandomOrder, Strategy, chosen
 from tileweave.emulator.views import Descriptor, Multicast, Pointer, region_of
@@ -128,7 +128,7 @@ class World:
         for host in self.hosts:
             cta = CTA(self, host.rank, None, HOST_LAUNCH, past, past)
             host.part = Partition(cta, "host", Clock.starting(past), host.drive)
-        with arranged():
+        with seldom_collected():
             return self._run()
 
     def _run(self) -> list:
