@@ -73,12 +73,11 @@ class Bench:
 
 def free_bytes() -> float:
     """Of GPU memory; of several GPUs' where it is the least, so that all ranks leave the same shapes out."""
-    free = float(torch.cuda.mem_get_info()[0])
-    if not dist.is_initialized():
-        return free
-    every = [0.0] * dist.get_world_size()
-    dist.all_gather_object(every, free)
-    return min(every)
+    least = torch.tensor(float(torch.cuda.mem_get_info()[0]), dtype=torch.float64)
+    if dist.is_initialized():
+        least = least.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+    return least.item()
 
 
 @contextmanager

@@ -34,11 +34,13 @@ class Call:
         fabric has no multicast."""
         rng = Random(f"{ranks} {kind}")
         op = rng.choice(list(PROBLEMS))
-        variants = [name for name in OpCase(op, ranks).all_variants if not (unicast and "multimem" in name)]
-        variant, planned = rng.choice(variants), rng.random() < 0.5
+        usual = list(OpCase(op, ranks).all_variants)
+        drawn = usual.index(rng.choice([name for name in usual if not (unicast and "multimem" in name)]))
+        planned = rng.random() < 0.5
         dtype, strides = rng.choice((torch.bfloat16, torch.float16)), rng.choice(STRIDES)
         sizes = _sizes(op, ranks, Random(f"{ranks} {kind} {shape}"), most)
-        return cls(op, ranks, tuple(sizes.items()), variant, planned, dtype, strides)
+        names = list(OpCase(op, ranks, sizes).all_variants)  # which may name what the sizes ask for
+        return cls(op, ranks, tuple(sizes.items()), names[min(drawn, len(names) - 1)], planned, dtype, strides)
 
     def options(self) -> Options:
         """Those of the op."""

@@ -190,8 +190,10 @@ def run(world: str, seconds: float, seed: int, path: Path | None) -> Tally:
         watch = threading.Timer(HANG_SECONDS, hung)
         watch.daemon = True
         watch.start()
-        stress.round(seed + stress.tally.rounds)
-        watch.cancel()
+        try:
+            stress.round(seed + stress.tally.rounds)
+        finally:
+            watch.cancel()
     stress.close()
     write()
     return stress.tally
