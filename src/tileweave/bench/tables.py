@@ -10,10 +10,6 @@ import re
 import sys
 from pathlib import Path
 
-from tileweave.planner.hardware import H200
-from tileweave.planner.moe import GroupedProblem, plan_for
-
-HIDDEN, INNER = 7168, 2048  # of the grouped matmuls
 ALONE = ("matmul", "own matmul", "attention")  # contenders that transfer nothing
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -35,13 +31,14 @@ def table(figures: dict) -> str:
         "over_all_percent": _sequence,
         "bytes_by_token": _moe,
         "planned": _grouped,
+        "probe": _probe,
         "plans": _scopes,
         "gb_per_s": _collectives,
         "tflops": _virtual,
         "us": _host_time,
     }
     make = next(make for name, make in kinds.items() if name in row)
-    m = figures["machine"]
+    m = figures.get("probe", figures)["machine"]
     note = f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}, CUDA {m['cuda']}, {m['date']}."
     return make(figures) + f"\n{note}\n"
 
@@ -178,14 +175,37 @@ def _grouped(figures: dict) -> str:
     names = [name for name in figures["rows"][0]["ms"] if name != "torch"]
     rows = []
     for r in figures["rows"]:
-        plan = plan_for(GroupedProblem(r["rows"], r["experts"], INNER, HIDDEN, H200.sms))
-        planned, torch_ms = f"{plan.tile[0]}x{plan.tile[1]}/{plan.stages}/1", r["ms"]["torch"][0]
-        over = [f"{torch_ms / r['ms'][name][0]:.2f}" for name in names]
-        rates = [f"{r['tflops'][name][0]:.0f}" for name in ("torch", planned)]
-        speed = f"{torch_ms / r['ms'][planned][0]:.2f}"
-        rows.append([f"{r['rows']}", f"{r['experts']}", r["routing"], *rates, planned.split("/")[0], speed, *over])
-    head = ["rows", "experts", "routing", "torch, TFLOP/s", "planned, TFLOP/s", "planned tile", "speed over torch"]
-    return _markdown([*head, *(name.split("/")[0] for name in names)], rows)
+        over = [f"{r['ms']['torch'][0] / r['ms'][name][0]:.2f}" for name in names]
+        rows.append([f"{r['rows']}", f"{r['experts']}", r["routing"], f"{r['tflops']['torch'][0]:.0f}", *over])
+    head = ["rows", "experts", "routing", "torch, TFLOP/s"]
+    return _markdown([*head, *(f"{name.split('/')[0]} over torch" for name in names)], rows)
+
+
+def _probe(figures: dict) -> str:
+    """The copies over links, a line for each thing that varied."""
+    copies = [r for r in figures["probe"]["rows"] if r["over"] == "link" and r["columns"] == 64 and r["spread"] == 1]
+    most, usual = max(r["sms"] for r in copies), {"tma": 16384, "register": 16}
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for r in sorted(copies, key=lambda r: (r["total"], r["message"], r["sms"])):
+        if r["mechanism"] == "naive":
+            varied, at = "what makes it slow", " + ".join(r["naive"]) or "nothing"
+        elif r["sms"] in (0, most):
+            varied, at = "bytes", _bytes(r["total"])
+        elif r["message"] == usual[r["mechanism"]]:
+            varied, at = "SMs", f"{r['sms']}"
+        else:
+            varied, at = "bytes of a message", _bytes(r["message"])
+        way = r["mechanism"], r["direction"], "both at once" if r["ways"] == 2 else "one", varied
+        rate = f"{r['gb_per_s']:.{0 if r['gb_per_s'] >= 10 else 1}f}"
+        lines.setdefault(way, {}).setdefault(at, rate)
+    rows = [[*way, ", ".join(f"{at}: {rate}" for at, rate in lines[way].items())] for way in sorted(lines)]
+    flags = ", ".join(f"{figures['numbers'][name]['value']:.2f}" for name in ("sync_us", "flag_gpu_us", "flag_cta_us"))
+    waits = f"\nA flag between GPUs, between SMs, within an SM: {flags} us.\n"
+    return _markdown(["mechanism", "direction", "ways", "varied", "GB/s"], rows) + waits
+
+
+def _bytes(n: int) -> str:
+    return f"{n >> 20} MB" if n >= 1 << 20 else f"{n >> 10} KB" if n >= 1 << 10 else f"{n} B"
 
 
 def _scopes(figures: dict) -> str:

@@ -114,7 +114,23 @@ def choosing(choice: Choice) -> Iterator[Choice]:
         _choice.reset(token)
 
 
-class _Queue:
+class Fair:
+    """What strategies answer that starve nobody."""
+
+    def drags(self, tag: tuple) -> bool:
+        """Nobody is starved."""
+        return False
+
+    def starves(self) -> bool:
+        """Nor is an operation."""
+        return False
+
+    def draw(self, n: int) -> int:
+        """The usual one."""
+        return 0
+
+
+class _Queue(Fair):
     """Agents that can run, by name, oldest first."""
 
     def __init__(self) -> None:
@@ -132,18 +148,6 @@ class _Queue:
     def idle(self) -> bool:
         """Whether nobody can run."""
         return not self.queue
-
-    def drags(self, tag: tuple) -> bool:
-        """Nobody is starved."""
-        return False
-
-    def starves(self) -> bool:
-        """Nor is an operation."""
-        return False
-
-    def draw(self, n: int) -> int:
-        """The usual one."""
-        return 0
 
 
 class RandomOrder:

@@ -21,6 +21,7 @@ import torch
 
 from tileweave.emulator.mbarrier import MBarrier
 from tileweave.emulator.places import Place
+from tileweave.emulator.search import Fair
 from tileweave.emulator.touches import Touch
 from tileweave.lang.stamps import FLAG, MBARRIER  # kinds of waits; others are for an agent or an operation
 
@@ -92,7 +93,7 @@ class _Touches(list):
             self._order.passed_flag(touch)
 
 
-class TimeOrder:
+class TimeOrder(Fair):
     """The strategy by which the agent whose time has come first is the one that runs."""
 
     def __init__(self, rates: Rates):
@@ -144,18 +145,6 @@ class TimeOrder:
     def idle(self) -> bool:
         """Whether nobody can run; during a turn that is not known, as the turn itself takes time."""
         return not self._heap and self._current is None
-
-    def drags(self, tag: tuple) -> bool:
-        """Nobody is starved."""
-        return False
-
-    def starves(self) -> bool:
-        """Nor is an operation."""
-        return False
-
-    def draw(self, n: int) -> int:
-        """The usual one."""
-        return 0
 
     # ------------------------------------------------------------ what the step that runs tells
 

@@ -124,8 +124,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     column of tiles loads the peers' rows over the link. In the schedules "none" and "one_shot" communication and
     computation follow one another; one shot, a rank sends its rows to itself too. Unless rows are joined, a source's
     tiles read all of b again where a wave has more than it has rows of tiles. Measured one shot between two
-    H200s at N = 28672, K = 8192: 79 us with 32 rows each in one wave of tiles; with 128, 123 us in one row of tiles,
-    134 in two of one wave and 140 in two waves, of which the matmul alone takes 68 and 101.
+    H200s at N = 28672, K = 8192 (docs/figures/gather_of_few_rows_2xH200.json): 79 us with 32 rows each in one wave of
+    tiles; with 128, 123 us in one row of tiles and 140 in two waves, of which the matmul alone takes 68 and 101.
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)

@@ -9,7 +9,7 @@ whether stores are performed only LAG items later, so that neither waits for the
 | ring.ready | FETCH's TMA load | this CTA, before SEND | mbarrier, CTA | store_read_wait: the stores of the buffer's last use have read it |
 | state[OWN_WORDS + block] | every communicator CTA, its share of the block performed | nobody; the last one tells | acq_rel, gpu | the last one puts it back to 0 |
 
-An op states FETCH (start the load of an item to a place in the ring) and SEND (start its stores, STORES of them), or COPY
+An op states FETCH (start the load of an item to a place in the ring) and SEND (start its stores, STORES of them; with more, fewer items are in flight), or COPY
 (both, through registers), and TELL (raise the flags of a block). As these kernels end like any other, COMMUNICATE calls `finish_all` then.
 """
 
