@@ -9,15 +9,17 @@ import tileweave
 from tileweave import Plan, plan
 from tileweave.cli import main
 from tileweave.ops.plans import SIZES
+from tileweave.planner import profile
+from tileweave.planner.tiling import CORE_ROWS, ring_bytes
 
 KEYS = {"mechanism", "schedule", "tile", "stages", "comm_sms", "predicted_us", "reason"}
 
 
 @pytest.mark.parametrize("op", sorted(set(SIZES) - {"grouped_matmul"}))
-@pytest.mark.parametrize("gpu", ["h200", "gb200-nvl72"])
-def test_every_op_has_a_plan_with_reasons_and_alternatives(op, gpu):
-    decision = plan(op, {}, gpu=gpu, ranks=8)
-    assert decision.gpu == gpu and decision.ranks == 8 and decision.fused
+def test_every_op_has_a_plan_with_reasons_and_alternatives(op):
+    decision = plan(op, {}, gpu="h200", ranks=8)
+    assert decision.gpu == "h200" and decision.ranks == 8 and decision.fused
+    assert decision.unmeasured is None and decision.untried is None
     every = [decision.plan, decision.runner_up, *decision.rejected]
     assert len({(each.mechanism, each.schedule, each.tile, each.comm_sms) for each in every}) == len(every) >= 2
     assert all(isinstance(each, Plan) and each.predicted_us > 0 and len(each.reason) > 20 for each in every)
@@ -26,6 +28,54 @@ def test_every_op_has_a_plan_with_reasons_and_alternatives(op, gpu):
     assert rest == sorted(rest)
     assert decision.simulated_us > 0 and decision.events
     assert decision.simulated_us == pytest.approx(decision.plan.predicted_us, rel=0.35)
+
+
+MULTIPLYING = ("matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce")
+
+
+@pytest.mark.parametrize("gpu", ["b200", "gb200-nvl72"])
+@pytest.mark.parametrize("op", [*MULTIPLYING, "all_reduce"])
+def test_on_blackwell_it_tells_what_there_is_and_what_there_would_be(op, gpu, monkeypatch):
+    """The plain way, and tiles of tcgen05 that fit, of predictions that nothing measured stands behind."""
+    monkeypatch.delenv("TILEWEAVE_EXPERIMENTAL", raising=False)
+    decision = plan(op, {}, gpu=gpu, ranks=8)
+    assert (decision.verdict, decision.plan.mechanism) == ("fallback", "nccl") and decision.runner_up is None
+    assert "is sm_100, not sm_90 (Hopper); TILEWEAVE_EXPERIMENTAL=sm100 tries" in decision.reason
+    would = decision.untried
+    assert would.fused and would.untried is None and would.to_dict() == decision.to_dict()["untried"]
+    assert "no kernel has run on a GPU of compute capability 10.0" in would.unmeasured == decision.unmeasured
+    if op in MULTIPLYING:
+        hardware = profile(gpu)
+        every = [each for each in (would.plan, would.runner_up, *would.rejected) if each.mechanism != "nccl"]
+        assert every and all(each.core == "tcgen05" and each.tile[0] == CORE_ROWS for each in every)
+        assert all(ring_bytes(each.tile, each.stages, "tcgen05") < hardware.shared_bytes for each in every)
+    monkeypatch.setenv("TILEWEAVE_EXPERIMENTAL", "sm100")
+    assert plan(op, {}, gpu=gpu, ranks=8).to_dict() == would.to_dict()
+
+
+@pytest.mark.parametrize("op", ["grouped_matmul", "moe_dispatch_matmul", "moe_matmul_combine"])
+def test_what_has_no_kernel_for_blackwell_falls_back_either_way(op, monkeypatch):
+    monkeypatch.delenv("TILEWEAVE_EXPERIMENTAL", raising=False)
+    decision = plan(op, {}, gpu="b200")
+    assert decision.verdict == decision.untried.verdict == "fallback"
+    assert decision.untried.reason.startswith("the kernel multiplies by wgmma, this GPU by tcgen05: ")
+
+
+def test_a_gpu_that_no_kernel_runs_on(tmp_path, monkeypatch):
+    """Whatever the environment says."""
+    monkeypatch.setenv("TILEWEAVE_EXPERIMENTAL", "sm100")
+    path = tmp_path / "a100.json"
+    path.write_text(json.dumps({**profile("h200").to_dict(), "gpu": "NVIDIA A100", "capability": "8.0"}))
+    decision = plan("matmul_reduce_scatter", {}, gpu=str(path))
+    assert decision.reason.startswith("NVIDIA A100 is sm_80, not sm_90 (Hopper): ") and decision.untried is None
+
+
+def test_the_command_shows_both(capsys, monkeypatch):
+    monkeypatch.delenv("TILEWEAVE_EXPERIMENTAL", raising=False)
+    assert main(["plan", "matmul_reduce_scatter", "--gpu", "b200"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    before, after = told.split("With TILEWEAVE_EXPERIMENTAL=sm100 instead:")
+    assert "fallback: NVIDIA B200 is sm_100" in before and "fused: " in after and "not measured: no kernel has" in after
 
 
 def test_a_grouped_matmul_is_of_one_rank():
@@ -78,7 +128,7 @@ def test_more_ranks_than_links_join_have_the_plain_way_over_the_network():
     beyond = plan("matmul_reduce_scatter", {"m": 64 * 1024}, gpu="h200", ranks=64)
     assert within.fused and not beyond.fused and "more than the 8 that links join" in beyond.plan.reason
     assert (beyond.verdict, beyond.plan.mechanism) == ("fallback", "nccl")
-    assert plan("matmul_reduce_scatter", {"m": 64 * 1024}, gpu="gb200-nvl72", ranks=64).fused
+    assert plan("matmul_reduce_scatter", {"m": 64 * 1024}, gpu="gb200-nvl72", ranks=64).untried.fused
 
 
 @pytest.mark.parametrize(
@@ -150,7 +200,7 @@ def test_attention_and_experts_are_never_given_to_nccl():
 @pytest.mark.parametrize("ranks", [2, 8, 64, 72])
 def test_the_plain_way_is_not_taken_where_a_way_of_ours_is_predicted_faster(op, ranks):
     for m in (72 * 64, 72 * 512):
-        decision = plan(op, {"m": m, "n": 36864, "k": 36864}, gpu="gb200-nvl72", ranks=ranks)
+        decision = plan(op, {"m": m, "n": 36864, "k": 36864}, gpu="gb200-nvl72", ranks=ranks).untried
         every = [each.predicted_us for each in (decision.runner_up, *decision.rejected) if each.mechanism != "nccl"]
         assert decision.fused or decision.plan.predicted_us < min(every)
 

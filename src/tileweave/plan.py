@@ -1,11 +1,13 @@
 """`plan`: what the planner would choose for a shape on a machine, and why, with nothing launched."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tileweave.fabric import MAX_RANKS, fabric_of, local_fabric
+from tileweave.fabric.capability import BLACKWELL, CORES, refusal_of
 from tileweave.ops.contract import Site
 from tileweave.ops.plans import FIND, SIZES, check_dtype, check_shares, check_sizes
 from tileweave.planner import profile
@@ -36,7 +38,8 @@ def plan(
         dtype: torch.bfloat16 or torch.float16, of the operands.
         group: the ranks of a call, as the op takes it: the plan is then that of a call of this rank. Not with `ranks`.
         gpu: a profile that ships, "h100", "h200", "b200" or "gb200-nvl72", or the file of one that `tileweave probe`
-            wrote; None: that of this machine's GPU, or "h200", also with a group, as ops plan for an H200.
+            wrote; None: that of this machine's GPU, or "h200", also with a group, as ops plan for an H200. Without a
+            group, plans are for the tensor cores of that GPU, and TILEWEAVE_EXPERIMENTAL counts as if it ran there.
         ranks: how many, all joined by links; None, without a group: as many as the profile has. If there are more than
             links join, no kernel can run, and the plain way is all there is.
 
@@ -45,8 +48,9 @@ def plan(
         to be faster) or "fallback" (no kernel can serve it), and the `reason`; `plan`, `runner_up` and `rejected`,
         plans with `predicted_us` in microseconds and a `reason`; `cost`, the terms of the prediction; `to_dict()`. The
         plain way is a candidate where NCCL joins the ranks and the profile says what it takes, and has the mechanism
-        "nccl". In a fallback `plan` is None, or the plain way where that is what the op falls back to. Nothing is
-        launched.
+        "nccl". In a fallback `plan` is None, or the plain way where that is what the op falls back to. `unmeasured`:
+        why the predictions rest on no measurement of a kernel, if so; `untried`: on a Blackwell GPU without
+        TILEWEAVE_EXPERIMENTAL, what there would be with it. Nothing is launched.
 
     Raises:
         ValueError, TypeError: an unknown op, size, dtype or profile, or sizes that break the op's contract.
@@ -62,7 +66,15 @@ def plan(
     check_shares("plan", op, sizes, site.world)
     name = str(dtype).removeprefix("torch.")
     asked = Question(op, hardware, site.world, sizes, name, site.sms or hardware.sms)
-    return settle(asked, FIND[op](op, site, sizes, dtype, hardware))
+
+    def decide(site: Site) -> Decision:
+        return settle(asked, FIND[op](op, site, sizes, dtype, hardware))
+
+    refusal = refusal_of(hardware.gpu, hardware.of_capability) if group is None and site.refusal is None else None
+    if refusal is None:
+        return decide(site)
+    untried = decide(site) if hardware.of_capability == BLACKWELL else None
+    return replace(decide(site._replace(refusal=refusal)), untried=untried)
 
 
 def here() -> str:
@@ -84,5 +96,5 @@ def _site(op: str, group: Any, hardware: Hardware, ranks: int | None) -> Site:
     beyond = f"{ranks} ranks are more than the {hardware.ranks} that links join, so no kernel reaches all"
     refusal = beyond if ranks > hardware.ranks else None
     unicast = None if hardware.multicast else "the profile has no multicast"
-    several = ranks > 1
-    return Site("processes", ranks, hardware.sms, META, refusal, unicast, linked=several, nccl=several)
+    several, cores = ranks > 1, (CORES.get(hardware.of_capability, "wgmma"),)
+    return Site("processes", ranks, hardware.sms, META, refusal, unicast, linked=several, nccl=several, cores=cores)

@@ -57,6 +57,7 @@ def changed(change):
         (lambda v: v["curves"][0].update(points=[]), "expected a point at least"),
         (lambda v: v["curves"][0]["points"][0].update(gb_per_s=-1), "gb_per_s must be a finite number"),
         (lambda v: v.update(name=3), "name must be a string, got 3"),
+        (lambda v: v.update(capability="9.0a"), "capability must be of the form MAJOR.MINOR, got '9.0a'"),
     ],
 )  # fmt: skip
 def test_what_is_no_profile_is_refused_with_the_field(change, said):

@@ -21,7 +21,8 @@ WORST = 12  # points that are told one by one
 
 
 def ways(decision: Decision) -> dict[str, float]:
-    """Predicted microseconds of each way of a decision."""
+    """Predicted microseconds of each way of a decision, of GPUs of Blackwell those of kernels that nobody has tried."""
+    decision = decision.untried or decision
     every: Iterable[Plan | None] = (decision.plan, decision.runner_up, *decision.rejected)
     return {f"{each.mechanism} {each.schedule}": each.predicted_us or 0.0 for each in every if each is not None}
 
@@ -41,6 +42,7 @@ def by_ranks(op: str) -> dict[int, tuple[float, float, float]]:
     found = {}
     for ranks in RANKS:
         decision = plan(op, {"m": RACK, "n": RACK, "k": RACK}, gpu="gb200-nvl72", ranks=ranks)
+        decision = decision.untried or decision
         us = ways(decision)
         assert decision.plan and decision.cost, "a product that kernels can serve"
         alone = max(decision.cost.compute_us, decision.cost.memory_us)

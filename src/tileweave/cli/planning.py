@@ -10,6 +10,7 @@ from rich.table import Table
 
 from tileweave.cli import pictures
 from tileweave.cli.problem import DTYPES, BadUsage
+from tileweave.fabric.capability import EXPERIMENTAL, TRIED
 from tileweave.ops.plans import SIZES
 from tileweave.plan import plan
 from tileweave.planner.decision import Decision
@@ -59,6 +60,13 @@ def show(console: Console, decision: Decision) -> None:
     console.print(
         f"[bold]{decision.op}[/], {decision.ranks} ranks of {escape(decision.gpu)}, {decision.dtype}: {sizes}"
     )
+    _show_answer(console, decision)
+    if decision.untried is not None:
+        console.print(f"\nWith {EXPERIMENTAL}={TRIED} instead:")
+        _show_answer(console, decision.untried)
+
+
+def _show_answer(console: Console, decision: Decision) -> None:
     console.print(f"[bold]{decision.verdict}[/]: {escape(decision.reason)}")
     if decision.plan is None:
         return
@@ -75,6 +83,8 @@ def show(console: Console, decision: Decision) -> None:
     for _, each in rows:
         console.print(f"  [cyan]{each.mechanism} {each.schedule}[/]: {escape(each.reason)}")
     console.print(f"  [cyan]simulated[/]: {decision.simulated_us:.1f} us")
+    if decision.unmeasured:
+        console.print(f"  [cyan]not measured[/]: {escape(decision.unmeasured)}")
 
 
 def draw(decision: Decision, path: Path) -> None:

@@ -29,13 +29,19 @@ def cuda_refusal(device: torch.device | str) -> str | None:
         return f"{device} is no CUDA device"
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA GPU"
-    capability = torch.cuda.get_device_capability(device)
+    refusal = refusal_of(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    return refusal or (None if lang.HAS_TRITON else "Triton is not installed")
+
+
+def refusal_of(name: str, capability: tuple[int, int]) -> str | None:
+    """Why there are no kernels for a GPU of this name and capability; None if there are, and, for BLACKWELL, they are
+    to be tried."""
     tried = os.environ.get(EXPERIMENTAL, "").strip() == TRIED
-    if capability not in CORES or (capability == BLACKWELL and not tried):
-        refusal = f"{torch.cuda.get_device_name(device)} is sm_{capability[0]}{capability[1]}, not sm_90 (Hopper)"
-        untried = f"; {EXPERIMENTAL}={TRIED} tries kernels that have never run on such a GPU"
-        return refusal + untried if capability == BLACKWELL else refusal
-    return None if lang.HAS_TRITON else "Triton is not installed"
+    if capability in CORES and (capability != BLACKWELL or tried):
+        return None
+    refusal = f"{name} is sm_{capability[0]}{capability[1]}, not sm_90 (Hopper)"
+    untried = f"; {EXPERIMENTAL}={TRIED} tries kernels that have never run on such a GPU"
+    return refusal + untried if capability == BLACKWELL else refusal
 
 
 def multicast_forbidden() -> str | None:

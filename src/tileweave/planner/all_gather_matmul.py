@@ -156,7 +156,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
 def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:
     """What NCCL's all-gather and torch.mm take, one after the other; None if the profile does not say."""
     m, sent = problem.rows * problem.world, problem.operand_bytes * problem.rows * problem.k * (problem.world - 1)
-    alone = core.Problem(m, sum(problem.ns), problem.k, 1, 2, problem.sms, False, False, problem.operand_bytes)
+    of = 1, 2, problem.sms, False, False, problem.operand_bytes, problem.cores
+    alone = core.Problem(m, sum(problem.ns), problem.k, *of)
     return core.plain_way("all_gather", alone, problem.world, sent, hardware)
 
 

@@ -10,6 +10,7 @@ from tileweave.planner.plan import Plan
 from tileweave.planner.simulate import Event
 from tileweave.planner.timeline import timeline
 
+MEASURED = "9.0"  # capability of the GPUs on which kernels have been timed
 NEVER = "the op never goes this way"
 PLAIN = "nccl"  # the mechanism of the plain way, which is no plan of a kernel
 
@@ -31,7 +32,9 @@ class Candidate:
 class Decision:
     """What `tileweave.plan` answers. verdict: as that of a `Route`, "fused", "plain" or "fallback"; reason: why; plan:
     None in a fallback that no figure is known of; cost: the terms of its prediction; runner_up: None where there is one
-    way; simulated_us, events: of a simulation of the plan's tiles and messages, what rank 0 does in it."""
+    way; simulated_us, events: of a simulation of the plan's tiles and messages, what rank 0 does in it; unmeasured: why
+    the times rest on no measurement of a kernel, None if they do; untried: the decision if kernels that have never run
+    on such a GPU were to be tried, None where these are all there is, or none are."""
 
     op: str
     gpu: str
@@ -46,6 +49,8 @@ class Decision:
     rejected: tuple[Plan, ...]
     simulated_us: float | None
     events: tuple[Event, ...]
+    unmeasured: str | None
+    untried: "Decision | None" = None
 
     @property
     def fused(self) -> bool:
@@ -64,7 +69,8 @@ class Decision:
             "plan": self.plan.to_dict() if self.plan else None, "terms": terms,
             "simulated_us": None if self.simulated_us is None else round(self.simulated_us, 1),
             "runner_up": self.runner_up.to_dict() if self.runner_up else None,
-            "rejected": [plan.to_dict() for plan in self.rejected],
+            "rejected": [plan.to_dict() for plan in self.rejected], "unmeasured": self.unmeasured,
+            "untried": self.untried.to_dict() if self.untried else None,
         }  # fmt: skip
 
 
@@ -124,7 +130,7 @@ def settle(asked: Question, found: Found) -> Decision:
     of = asked.op, asked.hardware.name, asked.ranks, asked.shape, asked.dtype, found.verdict, found.reason
     taken = found.chosen if found.verdict == "fused" else found.plain
     if taken is None:
-        return Decision(*of, None, None, None, (), None, ())
+        return Decision(*of, None, None, None, (), None, (), None)
     rest: list[Candidate] = []
     if found.verdict != "fallback":
         every = found.chosen, *found.others, found.plain
@@ -132,7 +138,10 @@ def settle(asked: Question, found: Found) -> Decision:
     told = tuple(replace(each.plan, reason=objection(each, taken, asked, found.shard_bytes)) for each in rest)
     plan = replace(taken.plan, reason=f"{found.reason}; {terms(taken.cost)}")
     simulated = timeline(asked.op, asked.ranks, asked.shape, plan, taken.cost, asked.sms, asked.hardware)
-    return Decision(*of, plan, taken.cost, told[0] if told else None, told[1:], *simulated)
+    capability = asked.hardware.capability
+    unmeasured = f"no kernel has run on a GPU of compute capability {capability}; times are an H200's, scaled by rates"
+    why = None if capability == MEASURED else unmeasured
+    return Decision(*of, plan, taken.cost, told[0] if told else None, told[1:], *simulated, why)
 
 
 def terms(cost: Cost) -> str:

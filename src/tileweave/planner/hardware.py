@@ -12,6 +12,7 @@ The numbers are the fields of `Hardware`. GB/s is 10^9 bytes a second, one direc
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -105,6 +106,12 @@ class Hardware:
     curves: tuple[Curve, ...] = ()
     sources: Mapping[str, Number] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def of_capability(self) -> tuple[int, int]:
+        """The compute capability."""
+        major, minor = self.capability.split(".")
+        return int(major), int(minor)
+
     def curve(self, mechanism: str, direction: str, ways: int = 1, over: str = "link") -> Curve | None:
         """The first such curve; None if there is none."""
         same = (mechanism, direction, ways, over)
@@ -158,6 +165,8 @@ def from_dict(values: Any, where: str) -> Hardware:
         _check_curve(each, where)
     if wrong := [name for name, text in texts.items() if not isinstance(text, str) or not text]:
         raise ValueError(f"{where}: {wrong[0]} must be a string, got {texts[wrong[0]]!r}")
+    if not re.fullmatch(r"\d+\.\d", texts["capability"]):
+        raise ValueError(f"{where}: capability must be of the form MAJOR.MINOR, got {texts['capability']!r}")
     of = {name: NUMBERS[name](number.value) for name, number in numbers.items()}
     return Hardware(**texts, **of, curves=curves, sources=numbers)
 

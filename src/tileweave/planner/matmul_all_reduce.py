@@ -184,7 +184,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
 def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:
     """What torch.mm and NCCL's all-reduce take, one after the other; None if the profile does not say."""
     sent = 4.0 * problem.m * problem.n * (problem.world - 1) / problem.world
-    alone = core.Problem(problem.m, problem.n, problem.k, 1, 2, problem.sms, linked=False)
+    alone = core.Problem(problem.m, problem.n, problem.k, 1, 2, problem.sms, linked=False, cores=problem.cores)
     return core.plain_way("all_reduce", alone, problem.world, sent, hardware)
 
 
