@@ -67,6 +67,7 @@ ENVIRONMENTS = pytest.mark.parametrize(
     [
         ({"TILEWEAVE_DEBUG": "yes"}, "TILEWEAVE_DEBUG: expected 0 or 1, got 'yes'"),
         ({"TILEWEAVE_TIMEOUT": "soon"}, "TILEWEAVE_TIMEOUT: expected a number of seconds above 0"),
+        ({"TILEWEAVE_WORKSPACE": "2G"}, "TILEWEAVE_WORKSPACE: expected a number of bytes from 1 up"),
         ({"RANK": "x", "WORLD_SIZE": "2", **HERE}, "RANK: expected a whole number from 0 to 1, got 'x'"),
         ({"RANK": "2", "WORLD_SIZE": "2", **HERE}, "RANK: expected a whole number from 0 to 1, got '2'"),
         ({"RANK": "0", "WORLD_SIZE": "two", **HERE}, "WORLD_SIZE: expected a whole number from 1 up, got 'two'"),

@@ -164,9 +164,34 @@ def permuted_devices(rank):
             dist.destroy_process_group(group)
 
 
+def a_bound_of_the_workspace(rank):
+    """That of the first rank counts on all; what goes beyond it is refused on all, and changes nothing."""
+    with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
+        ledger = Ledger.of_this_process()
+        os.environ["TILEWEAVE_WORKSPACE"] = str(17 << 20) if rank == 0 else str(1 << 40)
+        group = dist.new_group(list(range(RANKS)))
+        fabric = ProcessFabric.of(group, device)
+        del os.environ["TILEWEAVE_WORKSPACE"]
+        fabric.channel("op", 1 << 20, 1 << 20).captured = rank == 3  # of which one rank keeps more than the others
+        fabric.channel("op", 1 << 22, 1 << 20)
+        before, mapped = fabric.memory(), ledger.mapped
+        assert before["op"]["own"] == (11 if rank != 3 else 13) << 20, before
+        for op, adding in (("op", 1 << 23), ("another", 1 << 22)):
+            try:
+                fabric.channel(op, adding, 0)
+            except RuntimeError as error:
+                assert f"which hold {13 << 20} already, and TILEWEAVE_WORKSPACE allows {17 << 20}" in str(error)
+            else:
+                raise AssertionError(f"{op} is beyond the bound")
+        assert fabric.memory() == before and ledger.mapped == mapped
+        assert fabric.channel("another", 1 << 20, 0).adding.numel()  # what fits, to the last byte
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
 SITUATIONS = (
     a_fork_of_a_process_that_has_run_a_world, groups_of_five_to_seven, groups_made_before_and_after_others,
-    threads_with_a_group_each, memory_of_a_destroyed_group, permuted_devices,
+    threads_with_a_group_each, memory_of_a_destroyed_group, a_bound_of_the_workspace, permuted_devices,
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tileweave.cli.problem import BadUsage
 from tileweave.fabric.base import debug_mode
+from tileweave.fabric.bound import workspace_bound
 from tileweave.fabric.processes import timeout_seconds
 
 
@@ -37,6 +38,7 @@ def check_environment() -> None:
     try:
         debug_mode()
         timeout_seconds()
+        workspace_bound()
     except ValueError as error:
         raise BadUsage(str(error)) from error
     if launched_by_torchrun():

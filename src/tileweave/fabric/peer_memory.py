@@ -43,6 +43,23 @@ def allow(base: int, nbytes: int, device: torch.device) -> None:
     call(driver.cuMemSetAccess, base, nbytes, [access], 1)
 
 
+def granule_of(nbytes: int, world: int, device: torch.device, multicast: bool) -> int:
+    """Bytes of which a rank's block for `nbytes` is a multiple."""
+    recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
+    with torch.cuda.device(device):
+        granule = call(driver.cuMemGetAllocationGranularity, _properties(device), recommended)
+        if multicast:
+            from tileweave.fabric.multicast import granularity
+
+            granule = max(granule, granularity(world, nbytes))
+    return granule
+
+
+def whole_granules(nbytes: int, granule: int) -> int:
+    """`nbytes`, rounded up; one granule at least."""
+    return max(-(-nbytes // granule), 1) * granule
+
+
 class PeerMemory:
     """`nbytes` of zeroed memory on every rank, seen by this one at `base + rank * stride`. Collective to make.
 
@@ -112,17 +129,11 @@ class PeerMemory:
 
     def _create(self, nbytes: int, multicast: bool) -> str | None:
         """This rank's block and the descriptor that stands for it; what went wrong, if anything did."""
-        wanted = _properties(self.device)
-        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         try:
+            self._granule = granule_of(nbytes, self.world, self.device, multicast)
+            self.stride = whole_granules(nbytes, self._granule)
             with torch.cuda.device(self.device):
-                self._granule = call(driver.cuMemGetAllocationGranularity, wanted, recommended)
-                if multicast:
-                    from tileweave.fabric.multicast import granularity
-
-                    self._granule = max(self._granule, granularity(self.world, nbytes))
-                self.stride = max(-(-nbytes // self._granule), 1) * self._granule
-                self._handles.append(call(driver.cuMemCreate, self.stride, wanted, 0))
+                self._handles.append(call(driver.cuMemCreate, self.stride, _properties(self.device), 0))
                 self._descriptor = int(call(driver.cuMemExportToShareableHandle, self._handles[0], HANDLE, 0))
         except RuntimeError as failure:
             return f"rank {self.rank} cannot have {nbytes} bytes of peer memory: {failure}"

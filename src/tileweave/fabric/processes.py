@@ -31,6 +31,7 @@ from tileweave.fabric.base import (
     Variant,
     debug_mode,
 )
+from tileweave.fabric.bound import check_bound, workspace_bound
 from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank, tensor_cores
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.stamping import to_launch
@@ -71,6 +72,7 @@ class Facts:
     machine: str
     gpu: str
     timeout: float
+    bound: int | None
     debug: bool
     multicast: str | None
     cores: list[str]
@@ -132,7 +134,7 @@ class ProcessFabric(DistributedFabric):
         if errors:
             raise ValueError("; ".join(errors))
         self._why = self._disagreement(facts)
-        self.timeout = facts[0].timeout
+        self.timeout, self.bound = facts[0].timeout, facts[0].bound
         self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
             self.cores = tuple(facts[0].cores)
@@ -244,13 +246,12 @@ class ProcessFabric(DistributedFabric):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of peer memory by op: `own` is physical memory of this rank, `mapped` the range of addresses."""
-        return {
-            op: {
-                "own": sum(m.stride for m in (found.flags, found.adding, found.staging)),
-                "mapped": sum(m.stride * self.world_size for m in (found.flags, found.adding, found.staging)),
-            }
-            for op, found in self._ops.items()
-        }
+        blocks: dict[str, dict[PeerMemory, int]] = {}
+        for memories in self._memories():  # which may have some in common
+            of_op = blocks.setdefault(memories.channel.op, {})
+            of_op |= {each: each.stride for each in (memories.flags, memories.adding, memories.staging)}
+        held = {op: sum(of_op.values()) for op, of_op in blocks.items()}
+        return {op: {"own": own, "mapped": own * self.world_size} for op, own in held.items()}
 
     def _raise(self) -> NoReturn:
         """Raise the timeout, once. The memory is forgotten: the next call, on all ranks, makes it anew."""
@@ -276,16 +277,14 @@ class ProcessFabric(DistributedFabric):
         """Make room. All ranks come with the same sizes, and meet before old memory goes and new memory is used."""
         old = self._ops.get(op)
         torch.cuda.synchronize(self.device)
-        check_facts(
-            self.gather_values(
-                {
-                    "call": f"memory of {op}",
-                    "adding_bytes": str(adding_bytes),
-                    "staging_bytes": str(staging_bytes),
-                    "has some": str(old is not None),
-                }
-            )
-        )
+        facts = {
+            "call": f"memory of {op}", "adding_bytes": str(adding_bytes), "staging_bytes": str(staging_bytes),
+            "has some": str(old is not None),
+        }  # fmt: skip
+        told = self.gather_values({"facts": facts, "held": sum(each["own"] for each in self.memory().values())})
+        check_facts([each["facts"] for each in told])
+        more = self._more_bytes(old, adding_bytes, staging_bytes)
+        check_bound(op, max(each["held"] for each in told), more, self.bound)
         if old is None:
             made = self._make(op, adding_bytes, staging_bytes)
         else:
@@ -307,6 +306,18 @@ class ProcessFabric(DistributedFabric):
                         before.close()
         self._ops[op] = made
         return made
+
+    def _more_bytes(self, old: Memories | None, adding_bytes: int, staging_bytes: int) -> int:
+        """Bytes of the blocks that `_grow` makes on each rank."""
+        from tileweave.fabric.peer_memory import granule_of, whole_granules
+
+        there = (old.flags.stride, old.adding.stride, old.staging.stride) if old else (-1, -1, -1)
+        wanted = (4 * BLOCK_WORDS, False), (2 * adding_bytes, False), (2 * staging_bytes, self._why_unicast is None)
+        return sum(
+            whole_granules(nbytes, granule_of(nbytes, self.world_size, self.device, multicast))
+            for (nbytes, multicast), stride in zip(wanted, there, strict=True)
+            if nbytes > stride
+        )
 
     def _larger(self, memory: "PeerMemory", slot_bytes: int, multicast: bool = False) -> "PeerMemory":
         """`memory`, or a larger one to take its place."""
@@ -401,9 +412,9 @@ def process_refusal(device: torch.device | str) -> str | None:
 
 
 def _facts(device: torch.device) -> Facts:
-    error, timeout, debug = None, 0.0, False
+    error, timeout, bound, debug = None, 0.0, None, False
     try:
-        timeout, debug = timeout_seconds(), debug_mode()
+        timeout, bound, debug = timeout_seconds(), workspace_bound(), debug_mode()
     except ValueError as failure:
         error = str(failure)
     refusal = process_refusal(device)
@@ -412,7 +423,7 @@ def _facts(device: torch.device) -> Facts:
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
     multicast = refusal or multicast_refusal(device)
     cores = [] if refusal else list(tensor_cores(device))
-    return Facts(error, refusal, machine, gpu, timeout, debug, multicast, cores)
+    return Facts(error, refusal, machine, gpu, timeout, bound, debug, multicast, cores)
 
 
 def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:

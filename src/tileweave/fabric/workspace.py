@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tileweave.fabric.base import BLOCK_WORDS, HEADER_WORDS, RECORD, STATE_WORDS, Channel, FabricTimeout
+from tileweave.fabric.bound import check_bound
 
 CUDA_GRANULE = 2 << 20
 EMULATED_GRANULE = 256
@@ -40,8 +41,9 @@ class Shared:
 class Workspace:
     """The channels of all ranks of a world."""
 
-    def __init__(self, world: int, device: torch.device, timeout_us: int):
+    def __init__(self, world: int, device: torch.device, timeout_us: int, bound: int | None = None):
         self.world, self.device, self.timeout_us = world, device, timeout_us
+        self.bound = bound  # bytes of a rank
         self.granule = CUDA_GRANULE if device.type == "cuda" else EMULATED_GRANULE
         self.ops: dict[str, Shared] = {}
         self.multicast: Callable[[torch.Tensor], Any] | None = None  # of its channels
@@ -55,15 +57,29 @@ class Workspace:
         return shared.channels[rank]
 
     def grow(self, op: str, adding_bytes: int, staging_bytes: int) -> None:
-        """Make room for slots of these sizes. One caller, while no rank has work in flight; flags and state persist."""
+        """Make room for slots of these sizes. One caller, while no rank has work in flight; flags and state persist.
+
+        RuntimeError, with nothing changed, where the bound does not allow it.
+        """
         old = self.ops.get(op)
-        adding = self._slots(adding_bytes, old.adding if old else None)
-        staging = self._slots(staging_bytes, old.staging if old else None)
+        sizes = self._arena_bytes(adding_bytes), self._arena_bytes(staging_bytes)
+        arenas = (old.adding, old.staging) if old else (None, None)
+        grown = [size for size, arena in zip(sizes, arenas, strict=True) if arena is None or size > arena.shape[1]]
+        check_bound(op, sum(self.held().values()), sum(grown) + (0 if old else 4 * BLOCK_WORDS), self.bound)
+        adding, staging = (self._arena(size, arena) for size, arena in zip(sizes, arenas, strict=True))
         flags, state = (old.flags, old.state) if old else (self._zeros(BLOCK_WORDS), self._zeros(STATE_WORDS))
         if old:
             self._let_go(op, old)
         channels = [Channel(op, flags, words, adding, staging, self.timeout_us, self.multicast) for words in state]
         self.ops[op] = Shared(flags, state, adding, staging, channels)
+
+    def held(self) -> dict[str, int]:
+        """Bytes of a rank by op, of what is kept for graphs too."""
+        blocks: dict[str, dict[int, int]] = {}
+        for op, shared in [*self.ops.items(), *self._captured]:  # which may have some in common
+            of_op = blocks.setdefault(op, {})
+            of_op |= {x.data_ptr(): x.nbytes // self.world for x in (shared.flags, shared.adding, shared.staging)}
+        return {op: sum(of_op.values()) for op, of_op in blocks.items()}
 
     def holds(self, address: int) -> bool:
         """Whether the storage at an address is memory of a channel, with a slice for each rank."""
@@ -97,13 +113,16 @@ class Workspace:
         if any(channel.captured for channel in shared.channels):
             self._captured.append((op, shared))
 
-    def _slots(self, nbytes: int, old: torch.Tensor | None) -> torch.Tensor:
-        """Two zeroed slots per rank, at least one granule each; the old ones if they are large enough."""
-        size = max(-(-nbytes // self.granule), 1) * self.granule
-        if old is not None and 2 * size <= old.shape[1]:
+    def _arena_bytes(self, nbytes: int) -> int:
+        """A rank's bytes of two slots of `nbytes` each, at least one granule each."""
+        return 2 * max(-(-nbytes // self.granule), 1) * self.granule
+
+    def _arena(self, size: int, old: torch.Tensor | None) -> torch.Tensor:
+        """`size` zeroed bytes for each rank; the old ones if they are as many."""
+        if old is not None and size <= old.shape[1]:
             return old
         with torch.inference_mode(False):  # it outlives the mode of the call that makes it
-            return torch.zeros(self.world, 2 * size, dtype=torch.uint8, device=self.device)
+            return torch.zeros(self.world, size, dtype=torch.uint8, device=self.device)
 
     def _zeros(self, words: int) -> torch.Tensor:
         with torch.inference_mode(False):

@@ -15,6 +15,7 @@ import torch
 from tileweave.fabric.agreement import ALIKE, check_labels, difference, facts_of
 from tileweave.fabric.arguments import check_function
 from tileweave.fabric.base import Channel, Fabric, Outcome, debug_mode
+from tileweave.fabric.bound import workspace_bound
 from tileweave.fabric.workspace import Workspace
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class World(ABC):
 
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         self.size, self.device, self.sms, self.timeout = size, device, sms, timeout
-        self.workspace = Workspace(size, device, int(timeout * 1e6))
+        self.workspace = Workspace(size, device, int(timeout * 1e6), workspace_bound())
         self.name = f"{size}:tileweave:world:{next(_numbers)}"  # what names are: tileweave.fabric.names
         _worlds[self.name] = self
         self._running = threading.Lock()
@@ -196,11 +197,8 @@ class WorldFabric(Fabric):
         return shared.channels[self.rank].views if shared else None
 
     def memory(self) -> dict[str, dict[str, int]]:
-        report = {}
-        for op, shared in self.world.workspace.ops.items():
-            mapped = sum(x.nbytes for x in (shared.flags, shared.adding, shared.staging))
-            report[op] = {"own": mapped // self.world_size, "mapped": mapped}
-        return report
+        held = self.world.workspace.held().items()
+        return {op: {"own": own, "mapped": own * self.world_size} for op, own in held}
 
     def gather_values(self, value: Any) -> list[Any]:
         return self.exchange("gather_values", value, list)
