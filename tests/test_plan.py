@@ -95,6 +95,13 @@ def test_an_all_reduce_has_two_ways(m, schedule, other):
     assert decision.plan.predicted_us < rest[other].predicted_us and "behind them" in rest[other].reason
 
 
+@pytest.mark.parametrize("m, ranks, grid", [(64, 2, 1), (4096, 4, 112), (8192, 8, 56)])
+def test_a_collectives_communicators_are_those_of_its_grid(m, ranks, grid):
+    """Of its largest launch, which the reason tells."""
+    decision = plan("all_reduce", {"m": m, "n": m}, gpu="h200", ranks=ranks)
+    assert decision.plan.comm_sms == grid and f"a grid of {grid} lays out" in decision.plan.reason
+
+
 def test_a_collective_that_no_kernel_serves_is_the_groups_own():
     decision = plan("all_gather", {"m": 128}, gpu="h200", ranks=64)
     assert decision.verdict == "fallback" and decision.plan.mechanism == "nccl" and not decision.rejected
@@ -173,7 +180,12 @@ def test_what_is_of_a_wrong_type_is_refused(arguments, options, said):
     [
         ("matmul_reduce_scatter", {"n": 12}, "N = 12 is not a multiple of 8", True),
         ("ring_attention", {"dim": 100}, "heads have dimension 100", False),
-        ("ulysses_attention", {"dim": 256}, "heads have dimension 256", False),
+        (
+            "ulysses_attention",
+            {"dim": 512},
+            "heads have dimension 512, the kernel takes multiples of 8 up to 128",
+            False,
+        ),
         ("moe_dispatch_matmul", {"hidden": 7}, "H = 7 is no multiple of 8", False),
         ("moe_dispatch_matmul", {"inner": 9}, "I = 9 is no multiple of 8", False),
     ],

@@ -18,7 +18,7 @@ from tileweave.ops.matmul_reduce_scatter import operator, reference, relative_er
 from tileweave.ops.plans import contenders
 from tileweave.planner import Plan, Problem
 from tileweave.planner import plan as planner
-from tileweave.planner.tuned import Tuned, path_of, read, write
+from tileweave.planner.tuned import Tuned, code_hash, path_of, read, write
 
 tuning = importlib.import_module("tileweave.tune")
 OP, SIZES = "matmul_reduce_scatter", {"m": 256, "n": 128, "k": 128}
@@ -137,6 +137,21 @@ def test_only_the_first_rank_reads(world, clock, monkeypatch):
 
 
 KEY, PLANS = {"op": "x", "n": [1]}, [Plan(), Plan(stages=3)]
+
+
+def test_a_measurement_holds_for_the_code_that_it_was_made_with(tmp_path):
+    """An edited kernel has another hash, and the cache is asked by it."""
+    (tmp_path / "ops" / "x").mkdir(parents=True)
+    kernel = tmp_path / "ops" / "x" / "kernel.py"
+    seen = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        kernel.write_text(text)
+        seen.append(code_hash.__wrapped__(tmp_path))
+    assert seen[0] == seen[2] != seen[1]
+    assert (
+        tuning._key(OP, Problem(1, 1, 1, 2, 2, 4), SimpleNamespace(device=torch.device("cpu"), backend=""))["code"]
+        == code_hash()
+    )
 
 
 def spoil(path, how):

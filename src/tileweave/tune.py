@@ -18,7 +18,7 @@ from tileweave.ops.ring_attention import check as ring
 from tileweave.ops.ring_attention import ring_attention
 from tileweave.ops.ulysses_attention import ulysses_attention
 from tileweave.planner.plan import Plan
-from tileweave.planner.tuned import Times, Tuned, read, write
+from tileweave.planner.tuned import Times, Tuned, code_hash, read, write
 
 OPS: dict[str, Callable[..., Any]] = {
     "matmul_reduce_scatter": matmul_reduce_scatter,
@@ -57,10 +57,10 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     Collective: all ranks of the group make the same calls, where they make those of `op`. The few plans that the cost
     model puts first are tried on random data, and the plain way where NCCL joins GPUs. The microseconds are kept in a
     file of the folder that the environment variable TILEWEAVE_CACHE names (`~/.cache/tileweave` if it does not), by op,
-    shape, hardware and versions; where rank 0 finds them there nothing is measured. The group uses the result as long
-    as it lives, for calls of this shape with the options' defaults, but a causal ring with its pieces in zigzag (a bias
-    or another dtype of 16 bits makes no difference), unless they have a `plan`. `explain` then shows `predicted_us` and
-    `measured_us`.
+    shape, hardware, versions and the library's code; where rank 0 finds them there nothing is measured. The group uses
+    the result as long as it lives, for calls of this shape with the options' defaults, but a causal ring with its
+    pieces in zigzag (a bias or another dtype of 16 bits makes no difference), unless they have a `plan`. `explain` then
+    shows `predicted_us` and `measured_us`.
 
     Args:
         op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention" or "ulysses_attention".
@@ -141,7 +141,14 @@ def _key(op: str, problem: Any, fabric: Fabric) -> dict[str, Any]:
         of = torch.cuda.get_device_properties(device)
         found = [of.name, of.major, of.minor, of.multi_processor_count, of.total_memory]
     values = {name: list(x) if isinstance(x, tuple) else x for name, x in asdict(problem).items()}
-    return {"op": op, "problem": values, "backend": fabric.backend, "gpu": found, "versions": versions}
+    return {
+        "op": op,
+        "problem": values,
+        "backend": fabric.backend,
+        "gpu": found,
+        "versions": versions,
+        "code": code_hash(),
+    }
 
 
 def measured(

@@ -10,7 +10,7 @@ import torch
 from tileweave.ops.all_gather_matmul import check as gather_check
 from tileweave.ops.collectives import check as collective_check
 from tileweave.ops.collectives.passes import choose as choose_collective
-from tileweave.ops.collectives.passes import is_two_shot
+from tileweave.ops.collectives.passes import is_two_shot, passes_in
 from tileweave.ops.contract import DTYPES, Like, Site
 from tileweave.ops.grouped_matmul import check as grouped_check
 from tileweave.ops.matmul_all_reduce import check as reduce_check
@@ -265,15 +265,22 @@ def _collective(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Har
     }  # fmt: skip
     call = collective_check.CONTRACTS[op](site.world, (rows, s["n"]), dtype, *options[op])
     route = choose_collective(site, call, site.device)
-    problem = collectives.Problem(op, rows * s["n"] * dtype.itemsize, site.world, site.usable(0), site.linked)
-    cost = collectives.plain(problem, hardware) if site.nccl else None
+
+    def problem_in(schedule: str) -> collectives.Problem:
+        each = passes_in(call, site.world, schedule)
+        grid = max(launch.shares(site.world, site.usable(0)).grid for launch in each)
+        return collectives.Problem(op, rows * s["n"] * dtype.itemsize, site.world, grid, site.linked)
+
+    cost = collectives.plain(problem_in("one_shot"), hardware) if site.nccl else None
     plain = plain_candidate(cost, taken=not route.fused) if cost else None
     if not route.fused:
         return Found(route.verdict, route.reason, None, [], plain, 0.0)
     taken = "two_shots" if is_two_shot(call, site.world) else "one_shot"
-    ways = {each: Candidate(*collectives.plan_of(problem, each, hardware)) for each in collectives.schedules(problem)}
+    ways = {
+        each: Candidate(*collectives.plan_of(problem_in(each), each, hardware)) for each in collectives.schedules(op)
+    }
     chosen = ways.pop(taken)
-    return Found(route.verdict, route.reason, chosen, list(ways.values()), plain, float(problem.nbytes))
+    return Found(route.verdict, route.reason, chosen, list(ways.values()), plain, rows * s["n"] * float(dtype.itemsize))
 
 
 FIND: dict[str, Callable[..., Found]] = {

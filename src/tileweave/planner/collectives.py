@@ -11,8 +11,8 @@ NO_TILE = (0, 0, 0)  # of a plan: nothing is multiplied
 
 @dataclass(frozen=True)
 class Problem:
-    """One collective as every rank sees it. name: of the op; nbytes: of a rank's x; sms: SMs the kernel may use;
-    linked: whether peers are behind a link."""
+    """One collective as every rank sees it. name: of the op; nbytes: of a rank's x; sms: CTAs of its largest launch, an
+    SM each; linked: whether peers are behind a link."""
 
     name: str
     nbytes: int
@@ -21,13 +21,13 @@ class Problem:
     linked: bool = True
 
 
-def schedules(problem: Problem) -> tuple[str, ...]:
+def schedules(name: str) -> tuple[str, ...]:
     """Of the op: an all-reduce has two."""
-    return ("one_shot", "two_shots") if problem.name == "all_reduce" else ("one_shot",)
+    return ("one_shot", "two_shots") if name == "all_reduce" else ("one_shot",)
 
 
 def plan_of(problem: Problem, schedule: str, hardware: Hardware = H200) -> tuple[Plan, Cost]:
-    """A schedule, in which all SMs communicate, and its prediction."""
+    """A schedule, in which all CTAs communicate, and its prediction."""
     cost = cost_of(problem, schedule, hardware)
     plan = Plan("register", schedule, NO_TILE, 0, 1, problem.sms, round(cost.total_us, 1), "")
     return plan, cost

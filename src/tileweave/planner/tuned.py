@@ -1,8 +1,8 @@
 """What was measured: plans by the problem that they are for, and the cache of such measurements, a file for each.
 
 A file lies in the folder that TILEWEAVE_CACHE names, `~/.cache/tileweave` (or XDG_CACHE_HOME's) otherwise; its name is
-the hash of its key: op, problem, hardware, versions. It is replaced at once or not at all. What is read is believed
-only if it is whole, small, and has the key that was asked for.
+the hash of its key: op, problem, hardware, versions, code. It is replaced at once or not at all. What is read is
+believed only if it is whole, small, and has the key that was asked for.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ import tempfile
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tileweave.planner.plan import AGREED, Plan
 
 FORMAT, VERSION = "tileweave tuned plans", 1
 LARGEST = 1 << 16  # bytes of a file that is read
+CODE = ("fabric", "lang", "ops", "planner", "tiles")  # parts of the package
 Times = list[tuple[Plan, float]]
 
 
@@ -32,6 +34,16 @@ class Tuned:
     problem: Any
     plan: Plan
     measured_us: float
+
+
+@lru_cache(maxsize=1)
+def code_hash(package: Path = Path(__file__).parents[1]) -> str:
+    """Of all that decides what a call runs and how fast: device code, its launches, the fabric, the planner."""
+    found = hashlib.sha256()
+    for path in sorted(each for part in CODE for each in (package / part).rglob("*.py")):
+        text = path.read_bytes()
+        found.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
+    return found.hexdigest()[:16]
 
 
 def folder() -> Path:

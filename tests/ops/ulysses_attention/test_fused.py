@@ -98,7 +98,10 @@ def test_the_planners_own_plan():
 
 
 def test_what_the_kernel_does_not_take_falls_back_and_says_so():
-    for dtype, dim, words in ((torch.float32, 64, "not torch.float32"), (torch.bfloat16, 136, "takes up to 128")):
+    for dtype, dim, words in (
+        (torch.float32, 64, "not torch.float32"),
+        (torch.bfloat16, 136, "takes multiples of 8 up to 128"),
+    ):
         calls = [(whole(1, 2, 2, 8, dim, dtype=dtype), {})]
         with tw.virtual_world(2, device="cpu") as w:
             route = w.run(lambda rank, group, t=calls[0][0]: explained(NAME, t, group, {}))[0]

@@ -79,7 +79,12 @@ class Pass:
 
 def passes(call: Call, world: int) -> tuple[Pass, ...]:
     """The launches of a call whose result is not empty, in order; the second takes the first one's result."""
-    if is_two_shot(call, world):
+    return passes_in(call, world, "two_shots" if is_two_shot(call, world) else "one_shot")
+
+
+def passes_in(call: Call, world: int, schedule: str) -> tuple[Pass, ...]:
+    """The same by schedule, "one_shot" or, of an all-reduce, "two_shots"."""
+    if schedule == "two_shots":
         return _two_shots(call, world)
     size, shape = call.dtype.itemsize, list(call.shape)
     if call.split is not None:

@@ -10,7 +10,7 @@ from tileweave.ops.contract import DTYPES, Like, Site, check_dense, check_plan, 
 from tileweave.ops.route import Route, by_plan, fallback
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import attention as planner
-from tileweave.planner.attention import DIMS, Problem, padded_dim
+from tileweave.planner.attention import DIMS, Problem
 
 LAYOUTS = ("bhsd", "bshd")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -151,15 +151,15 @@ def check_shape(name: str, q: Like, k: Like, v: Like, causal: bool, scale: float
     return shape
 
 
-def unfusable(site: Site, call: Call, device: torch.device) -> str | None:
-    """Why no fused kernel computes a call, whatever the op; None if one does."""
+def unfusable(site: Site, call: Call, device: torch.device, widest: int = DIMS[-1]) -> str | None:
+    """Why no fused kernel computes a call; None if one does. widest: the head dimension that the op has at most."""
     dim, scale = call.shape.dim, call.scale
     if refusal := out_of_reach(site, device, "q"):
         return refusal
     if call.dtype not in DTYPES:
         return f"the kernel takes bfloat16 and float16, not {call.dtype}"
-    if dim % 8 or padded_dim(dim) is None:
-        return f"heads have dimension {dim}, the kernel takes multiples of 8 up to {DIMS[-1]}"
+    if dim % 8 or dim > widest:
+        return f"heads have dimension {dim}, the kernel takes multiples of 8 up to {widest}"
     if scale <= 0:
         return f"scale is {scale}, the kernel takes positive ones"
     if site.world > 1 and site.sms < 2:

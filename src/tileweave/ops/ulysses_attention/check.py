@@ -18,6 +18,7 @@ from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.attention import ROWS, Problem, padded_dim, unsupported
 
 NAME = "ulysses_attention"
+WIDEST = 128  # head dimension of the kernel
 
 
 @dataclass(frozen=True)
@@ -112,10 +113,7 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
-    refusal = unfusable(site, call, device)
-    problem = problem_of(site, call)
-    if problem is None and refusal is None:
-        refusal = f"heads have dimension {call.shape.dim}, the kernel takes up to 128"
+    refusal, problem = unfusable(site, call, device, WIDEST), problem_of(site, call)
     if plan is not None and problem is not None and (why := unsupported(problem, plan, hardware) or too_narrow(plan)):
         raise ValueError(f"{NAME}: {why}")
     return decide(site, call, problem, refusal, plan, "all-to-all, PyTorch's attention, all-to-all", hardware)
@@ -134,7 +132,7 @@ def blocks_at_most(world: int) -> int:
 def problem_of(site: Site, call: Call) -> Problem | None:
     """A call as the planner sees it; None if no tile has its heads."""
     s, dim = call.shape, padded_dim(call.shape.dim)
-    if dim is None or dim > 128:
+    if dim is None or dim > WIDEST:
         return None
     keys = s.kv_rows * (site.world / 2 if call.causal else site.world)
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
