@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -278,6 +279,20 @@ def test_a_run_leaves_the_garbage_collector_as_it_was():
     with pytest.raises(KeyError):
         World(1).run(fn)
     assert gc.get_threshold() == before and seen[0][0] > before[0] and gc.get_freeze_count() == 0
+
+
+def test_what_runs_leave_is_collected_without_being_asked_for():
+    """Cycles that hold tensors are few objects and much memory: a run's must not live until the process ends."""
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    left = weakref.WeakSet()
+    for _ in range(8):
+        World(1).run(lambda rank: left.add(Cycle()))
+    kept = [[] for _ in range(20_000)]  # enough to look at what is new, too few to look at everything
+    assert kept and not left
 
 
 def test_of_runs_in_two_threads_the_last_to_end_leaves_the_garbage_collector_as_it_was():

@@ -15,8 +15,9 @@ _usual: tuple[int, int, int] = (0, 0, 0)
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
-    """A run. It makes little garbage in cycles: to look for it among all that the process held before takes as long as
-    the run, and to look often a few percent of it. The last one to end leaves the collector as the first found it."""
+    """A run. It makes little garbage in cycles, and looking for it often takes a few percent of the run. The last to
+    end leaves the collector as the first found it, which then finds what the run has left. (To freeze what the process
+    held before would spare more, but what was frozen once is never new again: what runs leave would pile up.)"""
     global _runs, _usual
     with _lock:
         if _runs == 0:
@@ -24,12 +25,10 @@ def seldom_collected() -> Iterator[None]:
             if _usual[0]:
                 gc.set_threshold(max(_usual[0], _COLLECT), *_usual[1:])
         _runs += 1
-        gc.freeze()
     try:
         yield
     finally:
         with _lock:
             _runs -= 1
             if _runs == 0:
-                gc.unfreeze()
                 gc.set_threshold(*_usual)
