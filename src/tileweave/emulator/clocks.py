@@ -161,11 +161,11 @@ class Clock:
             if local[row, lane] < count:
                 local[row, lane] = count
 
-    def follow(self, counts: np.ndarray) -> None:
-        """Learn what an asynchronous operation on shared memory came after, `counts` in its view, of its completion."""
-        self.reserve(len(counts))
-        known = self.local[: SHARED + 1, : len(counts)]
-        np.maximum(known, counts, out=known)
+    def follow(self, lane: int, count: int) -> None:
+        """Learn of an access to shared memory that an asynchronous one, whose completion is learnt of, came after."""
+        self.reserve(lane + 1)
+        known = self.local[: SHARED + 1, lane]
+        np.maximum(known, count, out=known)
 
     def tick(self, lane: int) -> None:
         """Begin the next event of a lane."""

@@ -219,6 +219,13 @@ class Memory:
         if self.world.footprint is not None:
             self.world.footprint.append(Touch(self, self._where(who.cta), kind, region))
 
+    def writers(self, region: Region) -> Iterator[Access]:
+        """The latest writes to parts of a region."""
+        if self.written:
+            group = self.group(region)
+            for near, _ in group.near or self._near(group):
+                yield from near.writes.values()
+
     def _where(self, cta: CTA) -> tuple:
         """A name for this memory in every schedule: of global ones of one size the same."""
         nbytes = self.tensor.untyped_storage().nbytes()

@@ -10,7 +10,6 @@ from greenlet import getcurrent
 from tileweave import lang
 from tileweave.emulator.agents import AsyncOp, Partition
 from tileweave.emulator.async_words import new_memory
-from tileweave.emulator.clocks import SHARED
 from tileweave.emulator.errors import ProtocolError
 from tileweave.emulator.mbarrier import MBarrier
 from tileweave.emulator.memory import Memory
@@ -97,18 +96,20 @@ def tcgen05_store(buf, value):
 class Product(AsyncOp):
     """One tcgen05.mma: reads its operands and writes its accumulator at any moment until a commit tells of it.
 
-    Products of a partition into one accumulator are executed in the order of their issue; of products into different
-    ones nothing is known.
+    Products of a partition into one accumulator, of one kind, are executed in the order of their issue; of others
+    nothing is known. read: by lane, the writes whose data this product and the partition's earlier ones have read.
     """
 
     kind = "tcgen05.mma"
-    __slots__ = ("a", "acc", "ahead", "b", "use_acc")
+    __slots__ = ("a", "acc", "ahead", "b", "earlier", "read", "use_acc")
 
     def __init__(self, part: Partition, a: View, b: View, acc: TensorView, use_acc: bool):
         self.a, self.b, self.acc, self.use_acc = a, b, acc, use_acc
-        self.ahead = part.products.get((acc.memory, acc.region))
+        pipeline = acc.memory, acc.region, a.t.element_size()
+        self.ahead = part.products.get(pipeline)
+        self.earlier, self.read = part.product, dict[int, int]()
         super().__init__(part, part.product)
-        part.product = part.products[acc.memory, acc.region] = self
+        part.product = part.products[pipeline] = self
         part.issued[self.lane] = self.base + self.steps
 
     def run(self, n: int) -> None:
@@ -122,7 +123,11 @@ class Product(AsyncOp):
         if self.use_acc:
             product += acc.read(self, self.place)
         acc.write(product, self, self.place)
-        self.ahead = None
+        if self.earlier is not None:
+            self.read.update(self.earlier.read)
+        for x in (*a.memory.writers(a.region), *b.memory.writers(b.region)):
+            self.read[x.lane] = max(x.count, self.read.get(x.lane, 0))
+        self.ahead = self.earlier = None
 
     def _operand(self, view: View) -> torch.Tensor:
         view.memory.access("read", view.region, self, self.place)
@@ -130,23 +135,22 @@ class Product(AsyncOp):
 
 
 class Commit(AsyncOp):
-    """An arrival at an mbarrier when all products that the partition has issued are done; it tells of these and of what
-    they came after: who may overwrite an operand that a product has read knows that it had been written."""
+    """An arrival at an mbarrier when all products that the partition has issued are done. It tells of these, and so of
+    the writes whose data they have read: who overwrites such an operand comes after both."""
 
     kind = "tcgen05.commit"
-    __slots__ = ("bar", "before", "told")
+    __slots__ = ("bar", "product", "told")
 
     def __init__(self, part: Partition, bar: MBarrier):
-        self.bar, self.told = bar, dict(part.issued)
-        self.before = part.product.clock.local[SHARED].copy() if part.product else None
+        self.bar, self.told, self.product = bar, dict(part.issued), part.product
         super().__init__(part, part.product)
 
     def run(self, n: int) -> None:
         """Arrive."""
         for lane, count in self.told.items():
             self.bar.clock.see(lane, count)
-        if self.before is not None:
-            self.bar.clock.follow(self.before)
+        for lane, count in self.product.read.items() if self.product else ():
+            self.bar.clock.follow(lane, count)
         self.bar.update(self, arrivals=1)
 
 

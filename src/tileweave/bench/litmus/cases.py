@@ -395,6 +395,10 @@ PRODUCTS = [
         finding="race on tensor memory whole", weak=(64,),
     ),
     tensor(
+        "products of two kinds into one accumulator", "another kind", f"{TENSOR} > Pipelined tcgen05 Instructions",
+        finding="race on tensor memory whole", weak=(64,),
+    ),
+    tensor(
         "product onto what nobody wrote", "nobody wrote", "tcgen05.alloc",
         finding="whole is read before anything has written it",
     ),
@@ -406,6 +410,15 @@ PRODUCTS = [
     tensor(
         "sums read, next product", "no release", f"{TENSOR} > Canonical Synchronization Patterns",
         tensor_kernel.tensor_reused, finding="race on tensor memory acc", weak=(128,),
+    ),
+    tensor(
+        "operand written, told, product, commit, operand", "operand",
+        f"{TENSOR} > Pipelined tcgen05 Instructions > Implicitly pipelined; Causality Order",
+        tensor_kernel.tensor_passes_on, allowed=one_of((128,)), never=(192,), shown=one_of((128,)),
+    ),
+    tensor(
+        "cell written, told, product, commit, cell", "cell", "tcgen05.commit", tensor_kernel.tensor_passes_on,
+        finding=RACE, weak=(0,),
     ),
 ]  # fmt: skip
 

@@ -33,8 +33,8 @@ def tensor_products(first, cells, out, tiles, desc, TURNS: gl.constexpr, HOW: gl
 
     HOW: "right"; "no wait" for the commit before the operand is overwritten ("operand") or the sums are read ("sums"),
     or an arrival in place of the commit; no "commit" at all; "no fence" behind an operand's store from registers; the
-    second product into "other columns", some of them the first's; the first one takes in what "nobody wrote"; more
-    memory than there is ("too much").
+    second product into "other columns", some of them the first's, or of "another kind", 8-bit operands; the first one
+    takes in what "nobody wrote"; more memory than there is ("too much").
     """
     _, _, _, r = begin(first, cells, out, 1, TURNS)
     a, b, done, _, ones = operands(desc)
@@ -46,7 +46,11 @@ def tensor_products(first, cells, out, tiles, desc, TURNS: gl.constexpr, HOW: gl
         gl.fence_async_shared()
     gl.barrier()
     gl.tcgen05_mma(a, b, acc, use_acc=HOW == "nobody wrote")
-    gl.tcgen05_mma(a, b, whole.slice(32, 64) if HOW == "other columns" else acc, use_acc=HOW != "other columns")
+    if HOW == "another kind":
+        of_8_bits = gl.reinterpret(a, gl.float8e4nv, [64, 128], desc.layout)
+        gl.tcgen05_mma(of_8_bits, gl.reinterpret(b, gl.float8e4nv, [128, 64], desc.layout), acc, use_acc=True)
+    else:
+        gl.tcgen05_mma(a, b, whole.slice(32, 64) if HOW == "other columns" else acc, use_acc=HOW != "other columns")
     if HOW == "arrival":
         gl.mbarrier_arrive(done, count=1)
     elif HOW != "commit":
@@ -89,3 +93,54 @@ def tensor_reused(first, cells, out, tiles, desc, TURNS: gl.constexpr, HOW: gl.c
     gl.fence_async_shared()
     gl.barrier()
     gl.warp_specialize([(read_once, (acc, done, read, r)), (multiply_twice, (a, b, acc, done, read, HOW))], [1], [64])
+
+
+@gl.jit
+def hand_in(a, cells, told):
+    """Overwrite an operand, then a cell, and tell of both."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    a.store(gl.full([64, 64], 2.0, gl.bfloat16, L))
+    gl.fence_async_shared()
+    gl.store(cells, 1)
+    gl.mbarrier_arrive(told, count=1)
+
+
+@gl.jit
+def multiply_once(a, b, acc, told, done):
+    """Issue a product of what has been told of."""
+    gl.mbarrier_wait(told, 0)
+    gl.tcgen05_mma(a, b, acc, use_acc=False, mbarriers=[done])
+
+
+@gl.jit
+def take_over(a, acc, cells, done, r, HOW: gl.constexpr):
+    """Behind the product, overwrite its operand, or read the cell."""
+    gl.mbarrier_wait(done, 0)
+    if HOW == "operand":
+        least_sum(acc, r)
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+        a.store(gl.full([64, 64], 3.0, gl.bfloat16, L))
+    else:
+        gl.store(r, gl.load(cells))
+
+
+@gl.jit(do_not_specialize=["first"])
+def tensor_passes_on(first, cells, out, tiles, desc, TURNS: gl.constexpr, HOW: gl.constexpr):
+    """One partition writes an operand and then a cell, one multiplies, one is told by the commit alone.
+
+    HOW: what the last one then does: read the sums, 128 at least, and overwrite the "operand"; or read the "cell", 1.
+    """
+    _, _, x, r = begin(first, cells, out, 1, TURNS)
+    a, b, told, done, _ = operands(desc)
+    acc = gl.allocate_tensor_memory(gl.float32, [64, 64], gl.TensorMemoryLayout([64, 64], 1))
+    gl.fence_async_shared()
+    gl.barrier()
+    gl.warp_specialize(
+        [
+            (take_over, (a, acc, x, done, r, HOW)),
+            (hand_in, (a, x, told)),
+            (multiply_once, (a, b, acc, told, done)),
+        ],
+        [1, 1],
+        [64, 64],
+    )
