@@ -46,7 +46,7 @@ from tileweave.ops.moe import Experts, TokenRoute
 from tileweave.ops.moe.combine_launch import fused as combine
 from tileweave.ops.moe.launch import fused as dispatch
 from tileweave.ops.moe.reference import expert
-from tileweave.ops.moe.routing import make_route
+from tileweave.ops.moe.routing import Lists, make_route
 from tileweave.planner import Plan
 from tileweave.planner.moe import DispatchProblem, GroupedProblem, combine_plan_for, dispatch_plan_for
 
@@ -73,6 +73,7 @@ class Rank:
     weight: torch.Tensor
     matrices: list[torch.Tensor]
     route: TokenRoute
+    lists: Lists
     most: int
     route_us: float
     tokens: torch.Tensor
@@ -108,7 +109,7 @@ def prepare(world: VirtualWorld, kind: str, tokens: int, skewed: bool) -> list[R
         make_route(*asked)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        route, most = make_route(*asked)
+        route, lists, most = make_route(*asked)
         torch.cuda.synchronize()
         route_us = 1e6 * (time.perf_counter() - start)
         own = order[(every[order] >= first) & (every[order] < end)]
@@ -116,7 +117,7 @@ def prepare(world: VirtualWorld, kind: str, tokens: int, skewed: bool) -> list[R
         numbers = own // CHOICES
         rows = random(own.shape[0], INNER) if kind == "combine" else torch.cat(x)[numbers]
         return Rank(
-            x[rank], index[rank], weight, matrices, route, most, route_us, numbers, every[own] - first, rows
+            x[rank], index[rank], weight, matrices, route, lists, most, route_us, numbers, every[own] - first, rows
         )  # fmt: skip
 
     return world.run(rank_program)
@@ -133,8 +134,8 @@ def launches(world: VirtualWorld, kind: str, parts: list[Rank], plan: Plan) -> t
             outs = {"fused": [combine(made["fused"], p.rows, p.matrices[0], *back, plan)]}
         else:
             gate = p.matrices[1] if kind == "gated" else None
-            there = p.index, r.offsets, r.row_slot, r.token_slot, r.place, r.totals, r.slots
-            outs = {"fused": [dispatch(made["fused"], p.x, p.matrices[0], gate, *there, p.most, False, plan)]}
+            there = r.offsets, r.row_slot, r.token_slot, Experts(EXPERTS, world.size), p.lists, r.slots, p.most
+            outs = {"fused": [dispatch(made["fused"], p.x, p.matrices[0], gate, *there, False, plan)]}
         alone = replace(plan, mechanism="tma", schedule="intra_sm", comm_sms=0)
         for name, sms in (("local", real.sms - plan.comm_sms), ("local, all", real.sms)):
             if name == "local" or plan.comm_sms:

@@ -12,7 +12,7 @@ from tileweave.ops.contract import Like, Site
 from tileweave.ops.moe import combine_launch
 from tileweave.ops.moe.check import choose, choose_combine
 from tileweave.ops.moe.launch import fused
-from tileweave.ops.moe.routing import Experts
+from tileweave.ops.moe.routing import Experts, Lists
 
 
 def route_of(world, row_weight) -> TokenRoute:
@@ -30,9 +30,10 @@ def dispatch_report(dtype, world, gated, silu, transposed, tiling) -> dict:
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     plan = None if tiling is None else Plan("tma", "inter_sm", tiling[0], tiling[1], comm_sms=8)
     plan = choose(Site.of(fabric), Like.of(w), gated, Experts(16 * world, world), 1024, plan).plan
-    r, index = route_of(world, None), meta(512, 2, dtype=torch.int32)
-    lists = index, r.offsets, r.row_slot, r.token_slot, r.place, r.totals, r.slots
-    fused(fabric, x, w, w if gated else None, *lists, 1024, silu, plan)
+    r, experts = route_of(world, None), Experts(16 * world, world)
+    lists = Lists(*(meta(*shape, dtype=torch.int32) for shape in ((1024,), (2, world + 1, 512), (world, 17))))
+    there = r.offsets, r.row_slot, r.token_slot, experts, lists, r.slots
+    fused(fabric, x, w, w if gated else None, *there, 1024, silu, plan)
     return fabric.reports[-1]
 
 

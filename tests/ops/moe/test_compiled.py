@@ -62,11 +62,12 @@ def test_fake_tensors_have_the_results_shapes():
         with FakeTensorMode():
             index, x, w = torch.zeros(6, 3).long(), torch.zeros(6, 24).half(), torch.zeros(4, 24, 16).half()
             fields = ops.moe_route.default(index, 8, 4, 30, 6, name)
-            offsets, row_slot, row_home, token_slot, place, home, _, totals, _ = fields
+            offsets, row_slot, row_home, token_slot, _, home, _, _, _, *lists, _ = fields
             shapes = [list(each.shape) for each in fields]
-            assert shapes == [[4], [30], [30], [6, 2], [6, 3], [6, 3], [], [8], [4]]
+            assert shapes[:8] == [[4], [30], [30], [6, 2], [6, 3], [6, 3], [], [8]]
+            assert shapes[8:] == [[18], [30], [2, 3, 6], [2, 5], [4]]
             y = ops.moe_dispatch_matmul.default(
-                x, w, None, index, offsets, row_slot, token_slot, place, totals, 6, 30, False, name, ""
+                x, w, None, offsets, row_slot, token_slot, *lists, 8, 6, 30, False, name, ""
             )
             assert y.shape == (30, 16) and y.dtype == torch.half
             weight, down = torch.zeros(30), torch.zeros(4, 16, 24).half()
@@ -80,12 +81,14 @@ def test_the_operators_keep_pytorchs_rules():
     p = problem([6], 4, 2)
     h, route = tw.moe_dispatch_matmul(p.x[0], p.index[0], p.w, topk_weight=p.weight[0], capacity=20)
     name, ops = group_name(None), torch.ops.tileweave
-    torch.library.opcheck(ops.moe_route.default, (p.index[0], 4, 4, 20, 6, name))
+    asked = p.index[0], 4, 4, 20, 6, name
+    torch.library.opcheck(ops.moe_route.default, asked)
+    *_, row_first, sends, bounds, _ = ops.moe_route.default(*asked)
     x, w, gate, down, h, weight = (
         each.clone().requires_grad_() for each in (p.x[0], p.w, p.gate, p.down, h, route.row_weight)
     )
     r = route
-    lists = p.index[0], r.offsets, r.row_slot, r.token_slot, r.place, r.totals, r.slots
+    lists = r.offsets, r.row_slot, r.token_slot, row_first, sends, bounds, 4, r.slots
     loose = dict(atol=1e-1, rtol=1e-1)
     torch.library.opcheck(ops.moe_dispatch_matmul.default, (x, w, gate, *lists, 20, False, name, ""), **loose)
     lists = r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes

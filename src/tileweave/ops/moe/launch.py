@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from tileweave.fabric import Fabric, Variant
 from tileweave.fabric.base import FLAGS
@@ -12,15 +13,15 @@ from tileweave.ops.grouped_matmul.kernel import grouped_tiles_kernel
 from tileweave.ops.grouped_matmul.launch import as_matrices
 from tileweave.ops.moe.check import NAME
 from tileweave.ops.moe.kernel import BLOCK_ROWS, STEPS, moe_dispatch_matmul_kernel
-from tileweave.ops.moe.routing import FAR, Experts, first_rows, places_of
+from tileweave.ops.moe.routing import Experts, Lists
 from tileweave.planner import Plan
 from tileweave.planner.moe import most_row_tiles, placers_of
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
 from tileweave.tiles.grouped import ENTRY
 
 
-class Lists(NamedTuple):
-    """What travels, as the kernel reads it; fields as those of its Travel."""
+class Travel(NamedTuple):
+    """What travels, as the kernel reads it; fields as those of its Travel, of int32."""
 
     send_token: torch.Tensor
     send_place: torch.Tensor
@@ -29,41 +30,21 @@ class Lists(NamedTuple):
     from_row: torch.Tensor
 
 
-def lists_of(
-    topk_index: torch.Tensor,
-    offsets: torch.Tensor,
-    row_slot: torch.Tensor,
-    place: torch.Tensor,
-    totals: torch.Tensor,
-    slots: int,
-    world: int,
-    align: int,
-) -> Lists:
-    """The lists of a route, for experts whose rows begin at multiples of `align`."""
-    experts = Experts(totals.shape[0], world)
-    rows = place.reshape(-1).long()
-    known = torch.where(rows >= 0, topk_index.reshape(-1).long(), 0)
-    apart = places_of(totals, experts, align)[0] - places_of(totals, experts)[0]
-    row = torch.where(rows >= 0, rows + apart[known], FAR)
-    sent = first_rows(row, experts.owner(known), place.shape[0], world)
-    order = sent.argsort(dim=0, stable=True)
-    count = world * slots
-    slot = torch.where(row_slot >= 0, row_slot, count).long()
-    numbers = torch.arange(slot.shape[0], device=slot.device)
-    first = torch.full((count + 1,), FAR, dtype=torch.long, device=slot.device).scatter_reduce_(
-        0, slot, numbers, "amin"
-    )
-    lists = order.t(), sent.gather(0, order).t(), (sent < FAR).sum(0), row_slot, aligned(first[slot], offsets, align)
-    return Lists(*(as_words(each) for each in lists))
+def travel_of(rank: int, row_slot: torch.Tensor, token_slot: torch.Tensor, lists: Lists, align: int) -> Travel:
+    """What travels on a route, to experts whose rows begin at multiples of `align`."""
+    bounds = lists.bounds
+    lacking = (bounds[:, :-1] - bounds[:, 1:]).remainder(align).cumsum(1, dtype=torch.int32)
+    apart = pad(lacking, (2, 0))  # of the experts' rows in front of a bound: the first two are behind none
 
+    def aligned(rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        behind = torch.searchsorted(bounds[first:end], rows, right=True)
+        return apart[first:end].gather(1, behind) + rows
 
-def aligned(rows: torch.Tensor, offsets: torch.Tensor, align: int) -> torch.Tensor:
-    """Where rows lie if each expert's begin at a multiple of `align`."""
-    sizes = offsets.long().diff(prepend=offsets.new_zeros(1).long())
-    padded = (sizes + align - 1) // align * align
-    apart = (padded.cumsum(0) - padded) - (sizes.cumsum(0) - sizes)
-    expert = torch.bucketize(rows, offsets.long(), right=True).clamp(max=offsets.shape[0] - 1)
-    return rows + apart[expert]
+    world, own = bounds.shape[0], lists.row_first[None]
+    places = aligned(lists.sends[1, :world], 0, world)
+    sent = (token_slot >= 0).sum(0, dtype=torch.int32)
+    found = lists.sends[0], places, sent, row_slot, aligned(own, rank, rank + 1)
+    return Travel(*(as_words(each) for each in found))
 
 
 def as_words(x: torch.Tensor) -> torch.Tensor:
@@ -76,39 +57,38 @@ def fused(
     x: torch.Tensor,
     w: torch.Tensor,
     w_gate: torch.Tensor | None,
-    topk_index: torch.Tensor,
     offsets: torch.Tensor,
     row_slot: torch.Tensor,
     token_slot: torch.Tensor,
-    place: torch.Tensor,
-    totals: torch.Tensor,
+    experts: Experts,
+    lists: Lists,
     slots: int,
     most: int,
     silu: bool,
     plan: Plan,
 ) -> torch.Tensor:
     """Launch the kernel on the current stream: [R, I]. Matrices are [E_local, H, I], what follows as fields of a
-    TokenRoute; most: rows of the rank with most of them."""
+    TokenRoute; experts: all; most: rows of the rank with most of them."""
     world, (bm, wide, bk) = fabric.world_size, plan.tile
-    rows, (experts, k, n) = row_slot.shape[0], w.shape
+    rows, (own_experts, k, n) = row_slot.shape[0], w.shape
     bn = wide if w_gate is None else wide // 2
     x = in_one_piece(x if x.shape[0] else x.new_zeros(1, k))
     own = alike([as_matrices(each) for each in (w, w_gate) if each is not None])
     b_t = own[0].stride(2) != 1 or own[0].stride(1) < n
     ws = [each.transpose(1, 2) if b_t else each for each in own]
     padded = -(-k // bk) * bk
-    most = most_row_tiles(most, Experts(totals.shape[0], world).most, plan.tile) * bm
+    most = most_row_tiles(most, experts.most, plan.tile) * bm
     channel = fabric.channel(NAME, 0, -(-most // 2) * padded * x.element_size())  # both halves are one slot
     inbox, _ = parallel_view(channel.staging, 1, (most, padded), x.dtype)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     target = out if rows else x.new_empty(1, n)
-    limit = most_row_tiles(rows, experts, plan.tile)
+    limit = most_row_tiles(rows, own_experts, plan.tile)
     table = torch.empty(1 + limit, ENTRY.value, dtype=torch.int32, device=x.device)
-    tiling = offsets, table, target, rows, n, limit, experts, bm
+    tiling = offsets, table, target, rows, n, limit, own_experts, bm
     variant = variant_of(fabric, NAME, x, tiling[-2:])
     fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=variant)
     part = part_rows(plan.tile), PART_BYTES // x.element_size()
-    lists, placers = lists_of(topk_index, offsets, row_slot, place, totals, slots, world, bm), placers_of(plan)
+    travel, placers = travel_of(fabric.rank, row_slot, token_slot, lists, bm), placers_of(plan)
     senders = plan.comm_sms - placers
 
     def box(columns: int) -> tuple[int, int]:
@@ -119,7 +99,7 @@ def fused(
         fabric.rank, x, describe(x, (bm, bk)), slots_box(inbox, (bm, bk)).at(inbox), descs[0], descs[-1],
         describe(ws[0][0], box(wide)), describe(target, part), target, offsets, table, channel.flags,
         channel.flags.stride(0), channel.state, channel.timeout_us, max(token_slot.shape[0], 1), k // 8, padded // 8,
-        inbox, inbox.stride(0) // 8, *lists, slots, block_of(slots, senders), rows, most, n, k, world, bm, bn, bk,
+        inbox, inbox.stride(0) // 8, *travel, slots, block_of(slots, senders), rows, most, n, k, world, bm, bn, bk,
         plan.stages, part_buffers(plan.tile, plan.stages, x.element_size()), GROUP_ROWS, b_t, w_gate is not None, silu,
         senders, placers, FLAGS // (world + 1),
     )  # fmt: skip

@@ -78,10 +78,10 @@ def moe_dispatch_matmul(
     found = check_dispatch(
         group_size(name), x, topk_index, w, topk_weight, capacity, activation, w_gate, experts, max_tokens, plan
     )
-    route, most = make_route(name, group, topk_index, topk_weight, found, w.shape[0], capacity, max_tokens)
+    route, lists, most = make_route(name, group, topk_index, topk_weight, found, w.shape[0], capacity, max_tokens)
     y = DISPATCH(
-        x, w, w_gate, topk_index, route.offsets, route.row_slot, route.token_slot, route.place, route.totals,
-        route.slots, most, activation == "silu", name, "" if plan is None else plan.to_json(),
+        x, w, w_gate, route.offsets, route.row_slot, route.token_slot, *lists, found.total, route.slots, most,
+        activation == "silu", name, "" if plan is None else plan.to_json(),
     )  # fmt: skip
     return y, route
 

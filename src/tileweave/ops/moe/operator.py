@@ -2,12 +2,13 @@
 
     tileweave::moe_route(Tensor topk_index, int experts, int own, int? capacity, int? max_tokens, str group_name)
                          -> Tensor[]
-    tileweave::moe_dispatch_matmul(Tensor x, Tensor w, Tensor? w_gate, Tensor topk_index, Tensor offsets,
-                                   Tensor row_slot, Tensor token_slot, Tensor place, Tensor totals, int slots, int most,
-                                   bool silu, str group_name, str plan) -> Tensor
+    tileweave::moe_dispatch_matmul(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot,
+                                   Tensor token_slot, Tensor row_first, Tensor sends, Tensor bounds, int experts,
+                                   int slots, int most, bool silu, str group_name, str plan) -> Tensor
 
-The first returns what `routing.find_route` does, and nothing in it has a gradient. Of the second, topk_index is the
-first's, what is between it and most are fields of a `TokenRoute`; `plan` is a Plan as JSON, or "" for the planner's.
+The first returns what `routing.find_route` does, and nothing in it has a gradient. Of the second, offsets, row_slot,
+token_slot and slots are fields of a `TokenRoute`, row_first to bounds those of its `Lists`, most is that of its Sizes;
+`plan` is a Plan as JSON, or "" for the planner's.
 Neither rows nor products are kept for the backward pass: x is sent once more, and what a gate or silu was applied to is
 multiplied once more. With X [R, H] the rows, G [R, I] the gradient of a product,
 
@@ -23,7 +24,7 @@ from tileweave.ops.contract import Agreement, Like, Site, asks
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.moe.check import NAME, check_own, choose, unknown_experts
 from tileweave.ops.moe.launch import fused
-from tileweave.ops.moe.routing import Experts, find_route, sizes_of
+from tileweave.ops.moe.routing import Experts, Lists, find_route, sizes_of
 from tileweave.ops.moe.unfused import combine, dispatch
 from tileweave.ops.registration import read_plan
 
@@ -32,9 +33,9 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    f"{NAME}(Tensor x, Tensor w, Tensor? w_gate, Tensor topk_index, Tensor offsets, Tensor row_slot, "
-    "Tensor token_slot, Tensor place, Tensor totals, int slots, int most, bool silu, str group_name, str plan) "
-    "-> Tensor",
+    f"{NAME}(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot, Tensor token_slot, "
+    "Tensor row_first, Tensor sends, Tensor bounds, int experts, int slots, int most, bool silu, str group_name, "
+    "str plan) -> Tensor",
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.moe_dispatch_matmul.default
@@ -61,29 +62,36 @@ def _fake_route(topk_index, experts, own, capacity, max_tokens, group_name):
         raise ValueError(f"{NAME}: capacity=None waits for sizes, which torch.compile cannot trace; give a capacity")
     world, (tokens, k) = group_size(group_name), topk_index.shape
     sizes_of(world, k, capacity, max_tokens)
-    shapes = (own,), (capacity,), (capacity,), (tokens, world), (tokens, k), (tokens, k), ()
-    words = [topk_index.new_empty(shape, dtype=torch.int32) for shape in shapes]
-    return [*words, topk_index.new_empty(experts, dtype=torch.int64), torch.empty(4, dtype=torch.int64, device="cpu")]
+    most = Experts(experts, world).most
+
+    def empty(*shape, dtype=torch.int32):
+        return topk_index.new_empty(shape, dtype=dtype)
+
+    return [
+        empty(own), empty(capacity), empty(capacity), empty(tokens, world), empty(tokens, k), empty(tokens, k), empty(),
+        empty(experts, dtype=torch.int64), empty(tokens * k, dtype=torch.int64), empty(capacity),
+        empty(2, world + 1, tokens), empty(world, most + 1), torch.empty(4, dtype=torch.int64, device="cpu"),
+    ]  # fmt: skip
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(
-    x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu, group_name, plan
+    x, w, w_gate, offsets, row_slot, token_slot, row_first, sends, bounds, experts, slots, most, silu, group_name, plan
 ):  # fmt: skip
     """The operator's implementation."""
     fabric = named_fabric(group_name, x.device)
-    experts = Experts(totals.shape[0], fabric.world_size)
-    chosen = choose(Site.of(fabric), Like.of(w), w_gate is not None, experts, most, read_plan(plan))
+    divided = Experts(experts, fabric.world_size)
+    chosen = choose(Site.of(fabric), Like.of(w), w_gate is not None, divided, most, read_plan(plan))
     if fabric.compares:
         sizes = asks(
             dtype=x.dtype, H=w.shape[1], I=w.shape[2], slots=slots, most=most, gated=w_gate is not None, silu=silu
         )
         fabric.agree(Agreement(NAME, sizes, chosen.plan))
     if chosen.plan is not None:
+        lists = Lists(row_first, sends, bounds)
         return fused(
-            fabric, x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu,
-            chosen.plan,
-        )  # fmt: skip
+            fabric, x, w, w_gate, offsets, row_slot, token_slot, divided, lists, slots, most, silu, chosen.plan
+        )
     rows = dispatch(x, row_slot, token_slot, slots, group_name)
     return _activated(*_products(rows, w, w_gate, offsets), silu).to(x.dtype)
 
@@ -103,14 +111,14 @@ def _activated(up, gate, silu):
 
 @register_shape_of_collective(NAME)
 def _fake(
-    x, w, w_gate, topk_index, offsets, row_slot, token_slot, place, totals, slots, most, silu, group_name, plan
+    x, w, w_gate, offsets, row_slot, token_slot, row_first, sends, bounds, experts, slots, most, silu, group_name, plan
 ):  # fmt: skip
     """The result's shape."""
     return x.new_empty(row_slot.shape[0], w.shape[2])
 
 
 def _remember(ctx, inputs, output) -> None:
-    x, w, w_gate, _, offsets, row_slot, token_slot, _, _, ctx.slots, _, ctx.silu, ctx.group_name, _ = inputs
+    x, w, w_gate, offsets, row_slot, token_slot, *_, ctx.slots, _, ctx.silu, ctx.group_name, _ = inputs
     ctx.save_for_backward(x, w, w_gate, offsets, row_slot, token_slot)
 
 
@@ -133,7 +141,7 @@ def _backward(ctx, grad):
         grad_w = torch.ops.tileweave.grouped_outer.default(rows, grad, offsets)
     if needs_gate:
         grad_w_gate = torch.ops.tileweave.grouped_outer.default(rows, grad_gate, offsets)
-    return grad_x, grad_w, grad_w_gate, *[None] * 11
+    return grad_x, grad_w, grad_w_gate, *[None] * 12
 
 
 def _before_activation(grad, up, gate):

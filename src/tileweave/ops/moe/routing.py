@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from tileweave.fabric import Fabric
 
@@ -64,6 +65,19 @@ class Sizes(NamedTuple):
     homes: int
 
 
+class Lists(NamedTuple):
+    """What the kernel of a dispatch needs beside a route, int32; rows are counted from the first of their rank.
+
+    row_first   [R]: the first row of the same token; -1 behind the last row
+    sends       [2, world + 1, T]: by rank and slot the token that is sent, its first row there; rank `world` is none
+    bounds      [world, Experts.most + 1]: the first row of each of a rank's experts, and the row behind the last one's
+    """
+
+    row_first: torch.Tensor
+    sends: torch.Tensor
+    bounds: torch.Tensor
+
+
 class Experts(NamedTuple):
     """How experts are divided among ranks: as torch.tensor_split divides them."""
 
@@ -82,9 +96,22 @@ class Experts(NamedTuple):
 
     def owner(self, expert: torch.Tensor) -> torch.Tensor:
         """The ranks that have these experts."""
+        return self.numbered(expert) // self.most
+
+    def numbered(self, expert: torch.Tensor) -> torch.Tensor:
+        """int64: experts' numbers if each rank had `most` of them, the last one of some being nobody's choice;
+        world * most for what is no expert."""
+        known = expert.long().clamp(-1, self.total).remainder(self.total + 1)
         each, more = divmod(self.total, self.world)
-        longer = more * (each + 1)
-        return torch.where(expert < longer, expert // (each + 1), more + (expert - longer) // each)
+        return known + ((known - more * self.most) // each).clamp(min=0) if more else known
+
+    def of_all(self, numbered: torch.Tensor) -> torch.Tensor:
+        """Of values in the order of `numbered` those of experts that there are."""
+        each, more = divmod(self.total, self.world)
+        if more == 0:
+            return numbered
+        by_rank = numbered.view(self.world, self.most)
+        return torch.cat([by_rank[:more].reshape(-1), by_rank[more:, :each].reshape(-1)])
 
 
 def make_route(
@@ -96,23 +123,21 @@ def make_route(
     own: int,
     capacity: int | None,
     max_tokens: int | None,
-) -> tuple[TokenRoute, int]:
-    """The route of this rank's tokens in the group called `name`, and `Sizes.most`. own: experts of this rank.
-    Collective. Without a capacity the host waits for the counts, once."""
+) -> tuple[TokenRoute, Lists, int]:
+    """The route of this rank's tokens in the group called `name`, its lists and `Sizes.most`. own: experts of this
+    rank. Collective. Without a capacity the host waits for the counts, once."""
     k, world = topk_index.shape[1], experts.world
     *found, sizes = torch.ops.tileweave.moe_route.default(topk_index, experts.total, own, capacity, max_tokens, name)
-    offsets, row_slot, row_home, token_slot, place, home, dropped, totals = found
+    offsets, row_slot, row_home, token_slot, place, home, dropped, totals = found[:8]
+    at, lists = found[8], Lists(*found[9:])
     size = Sizes(*sizes.tolist()) if capacity is None else sizes_of(world, k, capacity, max_tokens)
     row_weight = None
     if topk_weight is not None:
-        rows = place.reshape(-1).long()
-        owner = experts.owner(torch.where(rows >= 0, topk_index.reshape(-1).long(), 0))
-        at = torch.where(rows >= 0, owner * size.most + rows, world * size.most)
         row_weight = _row_weights(name, world, at, topk_weight, size.most)[: size.rows]
     route = TokenRoute(
         offsets, row_slot, row_home, row_weight, token_slot, place, home, dropped, totals, size.slots, size.homes, group
     )
-    return route, size.most
+    return route, lists, size.most
 
 
 def sizes_of(world: int, k: int, capacity: int, max_tokens: int | None) -> Sizes:
@@ -128,102 +153,120 @@ def sizes_of(world: int, k: int, capacity: int, max_tokens: int | None) -> Sizes
     )
 
 
+class Choices(NamedTuple):
+    """This rank's choices, T * k of them, in the order of experts, then of tokens and choices: that of their rows at
+    the experts' ranks. Experts are `Experts.numbered`, N of them in all.
+
+    order   int64 [T * k]: which choice each is
+    expert  int64 [T * k]: N where there is none
+    rank    int64 [T * k]: that of the expert; `world` where there is none
+    token   int32 [T * k]
+    cell    int64 [T * k]: the place of (token, rank) in a matrix [T, world + 1]
+    number  int32 [T * k]: from 0
+    first   int32 [T * k]: the number of the first choice of the same token and rank
+    firsts  int32 [1 + T * k]: how many of those ahead are such first ones
+    starts  int32 [2, N + 1]: how many choices, and how many first ones, are ahead of each expert's, and of nobody's
+    """
+
+    order: torch.Tensor
+    expert: torch.Tensor
+    rank: torch.Tensor
+    token: torch.Tensor
+    cell: torch.Tensor
+    number: torch.Tensor
+    first: torch.Tensor
+    firsts: torch.Tensor
+    starts: torch.Tensor
+
+
+def choices_of(topk_index: torch.Tensor, experts: Experts) -> Choices:
+    """All of them, by one sort. A token's slot at a rank is how many first ones of this rank are ahead of its own."""
+    (tokens, k), device = topk_index.shape, topk_index.device
+    expert, order = experts.numbered(topk_index.reshape(-1)).sort(stable=True)
+    rank, token = expert // experts.most, (order // k).int()
+    cell = torch.add(rank, token, alpha=experts.world + 1)
+    number = torch.arange(tokens * k, dtype=torch.int32, device=device)
+    first = number.new_full((tokens * (experts.world + 1),), FAR).scatter_reduce_(0, cell, number, "amin")[cell]
+    firsts = pad((first == number).cumsum(0, dtype=torch.int32), (1, 0))
+    bounds = torch.arange(experts.world * experts.most + 1, device=device)
+    starts = torch.searchsorted(expert, bounds, out_int32=True)
+    starts = torch.stack([starts, firsts[starts]])
+    return Choices(order, expert, rank, token, cell, number, first, firsts, starts)
+
+
 def find_route(
     fabric: Fabric, name: str, topk_index: torch.Tensor, experts: Experts, capacity: int | None, max_tokens: int | None
 ) -> list[torch.Tensor]:
-    """Fields of a route, from `offsets` to `totals` but for `row_weight`, and its Sizes as int64 [4] of the host."""
-    world, (tokens, k) = experts.world, topk_index.shape
-    expert = topk_index.reshape(-1).long()
-    valid = (expert >= 0) & (expert < experts.total)
-    known = torch.where(valid, expert, 0)
-    owner = experts.owner(known)
-    counts, ahead = _counted(torch.where(valid, expert, experts.total), experts.total)
-    wanted = first_rows(torch.where(valid, 0, FAR), owner, tokens, world) < FAR
-    told = torch.cat([counts, wanted.sum(0)]).int()
-    every = torch.ops.tileweave.all_gather.default(told, name, 0).view(world, -1).long()
-    counts_of = every[:, : experts.total]
-    totals = counts_of.sum(0)
-    start, end = places_of(totals, experts)
+    """Fields of a route, from `offsets` to `totals` but for `row_weight`; int64 [T * k], the row of each own choice
+    among those of all ranks, `Sizes.most` each, or the one behind them if it is dropped; its Lists; its Sizes as int64
+    [4] of the host."""
+    world, own, (tokens, k) = experts.world, choices_of(topk_index, experts), topk_index.shape
+    every = torch.ops.tileweave.all_gather.default(own.starts.view(1, -1), name, 0).view(world, 2, -1)
+    ahead = every[:, 0].sum(0)
+    by_rank = ahead.unfold(0, experts.most + 1, experts.most)
+    bounds = (by_rank - by_rank[:, :1]).int()
     if capacity is None:
-        last = torch.stack([end[experts.of(rank)[1] - 1] for rank in range(world)])
-        most_sent = torch.stack([every[:, experts.total :].amax(), counts_of.sum(1).amax()])
-        numbers = torch.cat([last, most_sent]).tolist()
-        size = Sizes(numbers[fabric.rank], *(max(*each, 1) for each in (numbers[:world], numbers[-2:-1], numbers[-1:])))
+        size = _exact_sizes(fabric.rank, every, bounds)
     else:
         size = sizes_of(world, k, capacity, max_tokens)
-    run = start + counts_of.cumsum(0) - counts_of  # the first row that each source has of each expert
-    kept_of = torch.minimum((size.most - run).clamp(min=0), counts_of)
-    home_run = kept_of.cumsum(1) - kept_of
-    place = run[fabric.rank][known] + ahead
-    kept = valid & (place < size.most)
-    token_slot = _slots(first_rows(torch.where(kept, place, FAR), owner, tokens, world))
-    at = torch.where(kept, owner * size.most + place, world * size.most)
-    slot = token_slot[torch.arange(tokens, device=at.device).repeat_interleave(k), owner]
+    sources = every[: fabric.rank, 0].diff().sum(0, dtype=torch.int32)  # how many rows those ahead have of each expert
+    run = bounds[:, :-1].reshape(-1) + sources - own.starts[0, :-1]
+    place = pad(run, (0, 1), value=FAR)[own.expert] + own.number
+    kept = place < size.most
+    lost, home = ~kept, kept.cumsum(0, dtype=torch.int32) - 1
+    slot = own.firsts[own.first] - own.starts[1, :: experts.most][own.rank]
+    leading = place[own.first]
+    at = torch.add(place, own.rank, alpha=size.most).masked_fill_(lost, world * size.most)
+    words = torch.stack([slot + fabric.rank * size.slots, leading, home], 1)
+    row_slot, row_first, row_home = _rows(name, world, at, words, size)
+    token_slot = slot.new_full((tokens, world + 1), -1)
+    token_slot.view(-1).scatter_(0, own.cell.masked_fill(lost, world), slot)
     first, behind = experts.of(fabric.rank)
-    offsets = end[first:behind].clamp(max=size.rows).int()
-    row_slot = _row_slots(name, world, at, slot, size.most, size.slots)[: size.rows].clone()
     return [
-        offsets,
-        row_slot,
-        _row_homes((home_run - run)[:, first:behind], offsets, row_slot, size.slots),
-        token_slot,
-        torch.where(kept, place, -1).view(tokens, k).int(),
-        torch.where(kept, home_run[fabric.rank][known] + ahead, -1).view(tokens, k).int(),
-        (valid & ~kept).sum().int(),
-        totals,
+        bounds[fabric.rank, 1 : behind - first + 1].clamp(max=size.rows),
+        row_slot.contiguous(),
+        row_home.clamp(min=0),
+        token_slot[:, :world].contiguous(),
+        _of_choices(place.masked_fill(lost, -1), own).view(tokens, k),
+        _of_choices(home.masked_fill(lost, -1), own).view(tokens, k),
+        own.starts[0, -1] - kept.sum(dtype=torch.int32),
+        experts.of_all(ahead.diff()),
+        _of_choices(at, own),
+        row_first.contiguous(),
+        _sends(own, slot, leading, lost, world, tokens),
+        bounds,
         torch.tensor(size),
     ]
 
 
-def _counted(expert: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many choices each of `count` experts has, and for each choice how many ahead of it have the same expert.
-    Those of number `count` are nobody's."""
-    counts = torch.zeros(count + 1, dtype=torch.long, device=expert.device)
-    counts.scatter_add_(0, expert, torch.ones_like(expert))
-    order = expert.argsort(stable=True)
-    ahead = torch.arange(expert.shape[0], device=expert.device) - (counts.cumsum(0) - counts)[expert[order]]
-    return counts[:-1], torch.empty_like(expert).scatter_(0, order, ahead)
+def _exact_sizes(rank: int, every: torch.Tensor, bounds: torch.Tensor) -> Sizes:
+    """Sizes by all ranks' `Choices.starts`. The host waits."""
+    most = bounds.shape[1] - 1
+    sent = every[:, 1, most::most] - every[:, 1, :-1:most]
+    *rows, slots, homes = torch.cat([bounds[:, -1], torch.stack([sent.amax(), every[:, 0, -1].amax()])]).tolist()
+    return Sizes(rows[rank], max(*rows, 1), max(slots, 1), max(homes, 1))
 
 
-def places_of(totals: torch.Tensor, experts: Experts, align: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first row of each expert at its rank, and the one past its last, of how many it has, rounded up to a multiple
-    of `align`."""
-    totals = (totals + align - 1) // align * align
-    sizes = [end - first for first, end in map(experts.of, range(experts.world))]
-    end = torch.cat([part.cumsum(0) for part in totals.split(sizes)])
-    return end - totals, end
+def _of_choices(values: torch.Tensor, own: Choices) -> torch.Tensor:
+    """Values of `Choices` in the order of tokens and choices."""
+    return torch.empty_like(values).scatter_(0, own.order, values)
 
 
-def first_rows(place: torch.Tensor, owner: torch.Tensor, tokens: int, world: int) -> torch.Tensor:
-    """[tokens, world]: the first row that a token has at a rank, FAR if it has none; `place` and `owner` are those of
-    its choices, one token after the other."""
-    found = torch.full((tokens, world), FAR, dtype=place.dtype, device=place.device)
-    if tokens:
-        found.scatter_reduce_(1, owner.view(tokens, -1), place.view(tokens, -1), "amin")
-    return found
+def _rows(name: str, world: int, at: torch.Tensor, words: torch.Tensor, size: Sizes) -> tuple[torch.Tensor, ...]:
+    """`words` [T * k, 3], none negative, of the choices that this rank's rows are made of, a column each; -1 where
+    there is none."""
+    sent = words.new_full((world * size.most + 1, words.shape[1]), -1).index_copy_(0, at, words)
+    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0)
+    return got.view(world, size.most, -1).amax(0)[: size.rows].unbind(1)
 
 
-def _slots(first: torch.Tensor) -> torch.Tensor:
-    """[tokens, world] int32: numbers of the tokens that are sent to a rank, in the order of their first rows there."""
-    order = first.argsort(dim=0, stable=True)
-    numbers = torch.arange(first.shape[0], device=first.device)[:, None].expand_as(order)
-    return torch.where(first < FAR, torch.empty_like(order).scatter_(0, order, numbers), -1).int()
-
-
-def _row_slots(name: str, world: int, at: torch.Tensor, slot: torch.Tensor, most: int, slots: int) -> torch.Tensor:
-    """int32 [most]: what each row of this rank is made of; `at` and `slot` say it for each choice of this rank."""
-    sent = torch.full((world * most + 1,), -1, dtype=torch.int32, device=at.device).index_copy_(0, at, slot)
-    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0).view(world, most)
-    sources = slots * torch.arange(world, dtype=torch.int32, device=at.device)[:, None]
-    return torch.where(got >= 0, got + sources, -1).amax(0)
-
-
-def _row_homes(apart: torch.Tensor, offsets: torch.Tensor, row_slot: torch.Tensor, slots: int) -> torch.Tensor:
-    """int32 [R]: the home of each row of this rank; `apart` [world, E_local] is how far from their rows those of each
-    source and expert are."""
-    rows = torch.arange(row_slot.shape[0], device=row_slot.device)
-    expert = torch.bucketize(rows, offsets.long(), right=True).clamp(max=offsets.shape[0] - 1)
-    return torch.where(row_slot >= 0, rows + apart[row_slot.clamp(min=0).long() // slots, expert], 0).int()
+def _sends(
+    own: Choices, slot: torch.Tensor, leading: torch.Tensor, lost: torch.Tensor, world: int, tokens: int
+) -> torch.Tensor:
+    """`Lists.sends`, of each choice's slot and its token's first row, which all choices of a token at a rank share."""
+    at = torch.add(slot, own.rank, alpha=tokens).masked_fill_(lost, world * tokens)
+    lists = slot.new_zeros(2, (world + 1) * tokens)
+    return lists.index_copy_(1, at, torch.stack([own.token, leading])).view(2, world + 1, tokens)
 
 
 def _row_weights(name: str, world: int, at: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:

@@ -1,0 +1,109 @@
+"""Routes of expert parallelism, held against what their words say, choice by choice; how many operators make one."""
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tileweave as tw
+from tests.ops.moe.problems import problem
+from tileweave.fabric import group_name, named_fabric
+from tileweave.ops.moe.launch import travel_of
+from tileweave.ops.moe.routing import Experts, Lists, find_route, make_route
+
+MOST_OPERATORS = {"route": 76, "weights": 4, "travel": 12}  # without views, which launch nothing
+
+
+class Counted(TorchDispatchMode):
+    """Counts the operators of PyTorch within, but for views of what is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def rows_of(index, experts, rank):
+    """(expert, source, token, choice) of each row of a rank, in order."""
+    first, end = experts.of(rank)
+    return sorted(
+        (e, source, t, j)
+        for source, chosen in enumerate(index)
+        for t, row in enumerate(chosen.tolist())
+        for j, e in enumerate(row)
+        if first <= e < end
+    )
+
+
+def aligned(rows, align):
+    """Where rows, given as `rows_of` does, lie if each expert's begin at a multiple of `align`."""
+    places, at = [], 0
+    for i, row in enumerate(rows):
+        if i and row[0] != rows[i - 1][0]:
+            at = -(-at // align) * align
+        places.append(at)
+        at += 1
+    return places
+
+
+@pytest.mark.parametrize("capacity", [None, 7, 60])
+@pytest.mark.parametrize(
+    "tokens, experts, k, routing",
+    [([6, 0, 9], 7, 3, "random"), ([8, 5], 8, 8, "skewed"), ([5, 4], 4, 2, "same"), ([3, 3], 5, 2, "one")],
+)
+def test_a_route_is_what_its_words_say(tokens, experts, k, routing, capacity):
+    p, align = problem(tokens, experts, k, routing=routing), 4
+    world, divided = len(tokens), Experts(experts, len(tokens))
+
+    def rank_program(rank, group):
+        own, name = divided.of(rank)[1] - divided.of(rank)[0], group_name(group)
+        route, lists, _ = make_route(name, group, p.index[rank], p.weight[rank], divided, own, capacity, max(tokens))
+        return route, travel_of(rank, route.row_slot, route.token_slot, lists, align)
+
+    with tw.virtual_world(world, device="cpu") as virtual:
+        routes, travels = zip(*virtual.run(rank_program), strict=True)
+    kept = [rows_of(p.index, divided, rank)[:capacity] for rank in range(world)]
+    places = [aligned(rows_of(p.index, divided, rank), align) for rank in range(world)]
+    homes = [sorted(row for rows in kept for row in rows if row[1] == source) for source in range(world)]
+    for rank, (route, travel) in enumerate(zip(routes, travels, strict=True)):
+        assert not route.row_home[len(kept[rank]) :].any() and (route.row_slot[len(kept[rank]) :] == -1).all()
+        assert route.dropped == sum((i >= 0).sum() for i in p.index[rank]) - len(homes[rank])
+        for place, row in enumerate(kept[rank]):
+            _, source, t, j = row
+            slot = int(routes[source].token_slot[t, rank])
+            first = min(i for i, other in enumerate(kept[rank]) if other[1:3] == (source, t))
+            assert route.row_slot[place] == source * route.slots + slot
+            assert route.row_home[place] == routes[source].home[t, j] == homes[source].index(row)
+            assert route.row_weight[place] == p.weight[source][t, j] and routes[source].place[t, j] == place
+            sent = travels[source].send_token[rank], travels[source].send_place[rank]
+            assert [int(each[slot]) for each in sent] == [t, places[rank][first]]
+            assert travel.from_row.view(-1)[place] == places[rank][first]
+        for d in range(world):
+            order = list(dict.fromkeys(row[2] for row in kept[d] if row[1] == rank))
+            assert travel.sent[d] == len(order)
+            assert [int(route.token_slot[t, d]) for t in order] == list(range(len(order)))
+            assert (route.token_slot[:, d] >= 0).sum() == len(order)
+
+
+def test_a_route_takes_few_operators():
+    """They are most of what a decoding step takes. With experts that the world divides the route takes 6 fewer."""
+    p, experts = problem([12, 9], 9, 4), Experts(9, 2)
+
+    def rank_program(rank, group):
+        name, found = group_name(group), {}
+        fabric, own = named_fabric(name, p.index[rank].device), 5 - rank
+        with Counted() as counted:
+            fields = find_route(fabric, name, p.index[rank], experts, 64, 12)
+        found["route"] = counted.count
+        with Counted() as counted:
+            make_route(name, group, p.index[rank], p.weight[rank], experts, own, 64, 12)
+        found["weights"] = counted.count - 1  # the route itself, as one operator
+        with Counted() as counted:
+            travel_of(rank, fields[1], fields[3], Lists(*fields[9:12]), 64)
+        found["travel"] = counted.count
+        return found
+
+    with tw.virtual_world(2, device="cpu") as world:
+        for found in world.run(rank_program):
+            assert all(0 < found[what] <= most for what, most in MOST_OPERATORS.items()), found
