@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tileweave
+import tileweave_command
 from tileweave.cli import environment, job, main
 from tileweave.cli.problem import BadUsage, make_problem
 
@@ -316,3 +317,38 @@ def test_help(arguments, capsys):
 def test_version(arguments, capsys):
     assert main(arguments) == 0
     assert capsys.readouterr().out == f"{tileweave.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(["plan", OP, "--json"], 2), (["plan", OP], 2), (["plan", "nonsense", "--json"], 2)]
+)
+def test_a_full_disk_under_standard_output_is_told(command, code, monkeypatch, capsys):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(command) == code
+    assert capsys.readouterr().err == "tileweave: standard output cannot be written: No space left on device\n"
+
+
+def test_who_reads_may_have_read_enough(monkeypatch, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w", buffering=1) as cut_off:
+        monkeypatch.setattr(sys, "stdout", cut_off)
+        assert main(["plan", OP, "--json"]) == 141
+    assert capsys.readouterr().err == ""
+
+
+def test_nobody_listens(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["plan", OP, "--json"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_while_the_package_is_imported(monkeypatch, capsys):
+    class Importing:
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "tileweave.cli", Importing())
+    assert tileweave_command.main() == 130
+    assert capsys.readouterr().err == "tileweave: interrupted\n"

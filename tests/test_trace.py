@@ -62,6 +62,7 @@ def test_a_wrong_result_is_told(monkeypatch, capsys):
         (["all_gather", "--ranks", "2", "--shape", "m=3"], "m=3 is not divisible by the 2 ranks"),
         (["all_gather", "--shape", "k=8"], "there are m, n, got k"),
         (["all_gather", "--out", "no/such/folder/t.json"], "there is no folder"),
+        (["all_gather", "--out", "a.png", "--png", "./a.png"], "--png a.png: --out goes to that file"),
         (["all_gather", "--device", "gpu"], "--device must be one of cpu, cuda"),
     ],
 )

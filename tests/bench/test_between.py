@@ -81,10 +81,37 @@ def wrong(rank):
         collectives.check_all("all_gather", right * (1 + rank), right)
 
 
+def failing(rank):
+    """A rival that fails on one rank is left out on all, and ends the run on all where another rank waits in it."""
+
+    def on_one():
+        if rank:
+            raise OSError("no such library\nand more")
+        return torch.ones(4)
+
+    def with_peers():
+        dist.all_reduce(on_one())
+
+    runs = {"flux": on_one}
+    errors = between.checked(runs, torch.ones(4), 0.01)
+    assert errors == {"flux": "does not run" + (": " if rank else " on rank 1: ") + "no such library"} and not runs
+    between.ended = lambda seconds: False  # as on a GPU, where the host goes on
+    with pytest.raises(
+        RuntimeError, match=r"flux does not run on rank 1 \(no such library\), for which ranks \[0\] wait"
+    ):
+        between.checked({"flux": on_one}, torch.ones(4), 0.01)
+    between.PATIENCE = 0.5
+    between.hosts.cache_clear()
+    with pytest.raises(RuntimeError, match="flux: no such .*do not meet behind it" if rank else "flux: runs here, but"):
+        between.checked({"flux": with_peers}, torch.ones(4), 0.01)
+    if rank:
+        dist.all_reduce(torch.ones(4))  # for which the other one waits
+
+
 def body(rank):
     between.slowest = lambda value: value  # each rank looks at its own
     between.normal = lambda *shape: torch.randn(*shape).bfloat16()
-    for part in (products, sequences, experts, memory, wrong):
+    for part in (products, sequences, experts, memory, wrong, failing):
         part(rank)
 
 

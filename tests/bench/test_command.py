@@ -64,6 +64,8 @@ def test_the_list_needs_no_gpu(capsys):
         (["--csv", "."], "--csv .: is a folder"),
         (["--plot", "a.txt"], "--plot a.txt: the name must end with one of .png, .svg, .pdf"),
         (["--rounds", "few"], "--rounds"),
+        (["--json", "a", "--csv", "./a"], "--csv a: --json goes to that file; each needs one of its own"),
+        (["--list", "--rounds", "3", "--csv", "a"], "--list measures nothing and writes no file; leave out --csv and"),
     ],
 )
 def test_what_makes_no_sense_is_said(arguments, message, made_up, capsys):

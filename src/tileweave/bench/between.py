@@ -20,7 +20,9 @@ a kernel of its own, or took the plain way.
 import math
 import random
 import statistics
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache, partial
 from typing import Any
 
@@ -33,10 +35,12 @@ from tileweave.bench.adapters import EAGER, joined, products
 from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.rivals import RIVALS
 from tileweave.bench.tables import ALONE
+from tileweave.fabric.gathering import gather_values
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.ops.route import Route
 
 CALLS = 4  # in a row, per round
+PATIENCE = 30.0  # seconds for a call whose peer may have failed
 Runs = dict[str, Callable[[], Any]]  # by contender, what makes its result
 MAY_FAIL = RIVALS.keys() - {"nccl"}  # all others must run here and be right
 
@@ -206,21 +210,64 @@ def checked(runs: Runs, truth: torch.Tensor, bound: float) -> dict[str, float | 
     for name, run in list(runs.items()):
         if name in ALONE:
             continue
-        error, failure = math.inf, ""
+        out: Any = None
+        failure = ""
         try:
-            error = relative_error(run(), truth)
+            out = run()
         except Exception as raised:  # whatever another library may raise
             if name not in MAY_FAIL:
                 raise
-            failure = f"does not run: {(str(raised) or repr(raised)).splitlines()[0]}"
+            failure = (str(raised) or repr(raised)).splitlines()[0]
+        if name in MAY_FAIL and (why := agreed_failure(name, failure)):
+            errors[name] = why
+            del runs[name]
+            continue
+        error = relative_error(out, truth) if out.shape == truth.shape else math.inf
         error = slowest(error if error == error else math.inf)  # NaN compares with nothing
         if error <= bound:
             errors[name] = error
             continue
         assert name in MAY_FAIL, (name, error)
-        errors[name] = failure or f"wrong, or does not run on another rank: relative error {error:.3g}"
+        errors[name] = f"wrong: relative error {error:.3g}"
         del runs[name]
     return errors
+
+
+def agreed_failure(name: str, failure: str) -> str:
+    """Why a rival does not run, by what each rank knows of it, "" where it runs on all. The hosts meet, whatever their
+    GPUs are at. RuntimeError on every rank where one has failed and another does not come out of the rival's call."""
+    try:
+        failures = from_all(failure)
+        if not any(failures):
+            return ""
+        stuck = [rank for rank, done in enumerate(from_all(bool(failure) or ended(PATIENCE))) if not done]
+    except RuntimeError as error:  # of gloo: a host is in the call, or has gone
+        raise RuntimeError(f"{name}: {failure or 'runs here'}, but the ranks do not meet behind it: {error}") from error
+    rank, why = next((rank, why) for rank, why in enumerate(failures) if why)
+    if stuck:
+        raise RuntimeError(f"{name} does not run on rank {rank} ({why}), for which ranks {stuck} wait in vain")
+    return f"does not run: {failure}" if failure else f"does not run on rank {rank}: {why}"
+
+
+def from_all(value: Any) -> list[Any]:
+    """All ranks' values, by a group of the hosts."""
+    return gather_values(hosts(), value) if dist.is_initialized() else [value]
+
+
+@cache
+def hosts() -> dist.ProcessGroup:
+    """The ranks' hosts; they wait for each other for PATIENCE seconds longer than for their GPUs. Collective to make."""
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * PATIENCE))
+
+
+def ended(seconds: float) -> bool:
+    """Whether this rank's GPU has done, within these seconds, what the current stream was given."""
+    if not torch.cuda.is_initialized():
+        return True
+    event, deadline = torch.cuda.current_stream().record_event(), time.monotonic() + seconds
+    while not event.query() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return event.query()
 
 
 def timed(runs: Runs, rounds: int, calls: int = CALLS) -> dict[str, dict]:

@@ -1,11 +1,12 @@
 """The command line: options, exit codes, and what is printed.
 
 Exit code 0: the result was right; 1: it was not, or the op reported a race, a deadlock or a timeout; 2: bad usage, the
-environment's variables, too little memory and a check that is too small to mean something included; 3: a fault of
-tileweave or of what is beneath it. With --json, standard output is exactly one JSON object in all these cases, but for
-bench and probe, whose --json names a file.
+environment's variables, a full disk, too little memory and a check that is too small to mean something included; 3: a
+fault of tileweave or of what is beneath it; 130: interrupted; 141: whoever reads the output has ended. With --json,
+standard output is exactly one JSON object in all these cases, but for bench and probe, whose --json names a file.
 """
 
+import contextlib
 import json
 import sys
 import traceback
@@ -23,10 +24,11 @@ from tileweave.cli import doctor as machine
 from tileweave.cli.environment import check_environment, launched_by_torchrun, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.ops import OPS
+from tileweave.cli.output import LostOutput, Output
 from tileweave.cli.problem import DEVICES, BadUsage, make_problem
 from tileweave.emulator import EmulatorError
 
-WRONG, BAD_USAGE, FAULT, INTERRUPTED = 1, 2, 3, 130
+WRONG, BAD_USAGE, FAULT, INTERRUPTED, CUT_OFF = 1, 2, 3, 130, 141
 
 WRITERS = ("bench", "probe")  # commands whose --json names a file
 
@@ -162,12 +164,13 @@ def bench(
     """
     check_environment()
     texts = only or [""]
+    files = {"json": json_file, "csv": csv, "plot": plot}
     if listing:
+        benching.check_listing(rounds, files)
         benching.show_list(_console(), benching.tasks_of(None, ops or [], quick, texts), texts)
         return 0
     processes = not launched_by_torchrun() and needs_processes(count := choose_ranks(None, "auto"), "auto")
     tasks = benching.tasks_of(launched_by_torchrun() or processes, ops or [], quick, texts)
-    files = {"json": json_file, "csv": csv, "plot": plot}
     benching.check(tasks, rounds, files)
     if processes:
         return start_processes(count, context.obj)
@@ -243,6 +246,24 @@ def version() -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command with `arguments` (default: the process's) and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    if sys.stdout is None:  # closed: nobody wants to know
+        return _run(arguments)
+    output = Output(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(output):
+            code = _run(arguments)
+            output.flush()
+            return code
+    except LostOutput as error:
+        output.give_up()
+        if isinstance(error.why, BrokenPipeError):
+            return CUT_OFF
+        print(f"tileweave: {error}", file=sys.stderr)
+        return BAD_USAGE
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of a command. LostOutput where standard output cannot be written."""
     try:
         # Without standalone mode typer neither exits nor prints: errors come here, and so does the command's value.
         return app(arguments or ["--help"], obj=arguments, standalone_mode=False) or 0
@@ -254,6 +275,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(arguments, "interrupted", INTERRUPTED)
     except (EmulatorError, FabricTimeout) as error:  # findings, which say all
         return _fail(arguments, f"{type(error).__name__}: {error}", WRONG)
+    except LostOutput:
+        raise
     except Exception as error:
         if _out_of_memory(error):
             return _fail(arguments, f"not enough memory, take smaller sizes: {error}", BAD_USAGE)

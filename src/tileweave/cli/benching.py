@@ -21,6 +21,7 @@ from tileweave.bench.registry import chosen
 from tileweave.bench.results import Results
 from tileweave.bench.rivals import RIVALS
 from tileweave.cli.environment import launched_by_torchrun
+from tileweave.cli.pictures import check_apart
 from tileweave.cli.problem import BadUsage
 from tileweave.fabric import cuda_refusal
 from tileweave.plan import here
@@ -54,6 +55,12 @@ def tasks_of(several: bool | None, ops: Sequence[str], quick: bool, only: Sequen
     return found
 
 
+def check_listing(rounds: int | None, files: dict[str, Path | None]) -> None:
+    """BadUsage for options of a measurement beside --list."""
+    if given := [f"--{name}" for name, value in {**files, "rounds": rounds}.items() if value is not None]:
+        raise BadUsage(f"--list measures nothing and writes no file; leave out {' and '.join(given)}")
+
+
 def check(tasks: Sequence[Task], rounds: int | None, files: dict[str, Path | None]) -> None:
     """BadUsage unless it can be measured here, and written there."""
     if rounds is not None and not 1 <= rounds <= 1000:
@@ -61,6 +68,7 @@ def check(tasks: Sequence[Task], rounds: int | None, files: dict[str, Path | Non
     for name, file in files.items():
         if file and (file.is_dir() or not file.parent.is_dir()):
             raise BadUsage(f"--{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
+    check_apart(files)
     if files["plot"] and files["plot"].suffix not in KINDS:
         raise BadUsage(f"--plot {files['plot']}: the name must end with one of {', '.join(KINDS)}")
     if files["plot"] and not find_spec("matplotlib"):

@@ -1,6 +1,6 @@
-"""Pictures of timelines, by matplotlib, which is an extra."""
+"""Where the command's files go; pictures of timelines, by matplotlib, which is an extra."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,15 @@ def check_folder(option: str, path: Path) -> None:
     """Raise BadUsage unless the folder of `path`, which `--option` names, is there."""
     if not path.parent.is_dir():
         raise BadUsage(f"--{option} {path}: there is no folder {path.parent}")
+
+
+def check_apart(files: Mapping[str, Path | None]) -> None:
+    """Raise BadUsage if two options name one file, which the later one would write over."""
+    given = [(option, path) for option, path in files.items() if path]
+    for i, (option, path) in enumerate(given):
+        for other, before in given[:i]:
+            if path.resolve() == before.resolve():
+                raise BadUsage(f"--{option} {path}: --{other} goes to that file; each needs one of its own")
 
 
 def bars(axes: Any, lanes: Sequence[str], spans: Iterable[tuple[str, float, float, str]]) -> None:

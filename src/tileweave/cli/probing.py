@@ -18,6 +18,7 @@ from tileweave.bench.probe.sweep import between as copies_between
 from tileweave.cli import probe as facts
 from tileweave.cli.environment import launched_by_torchrun, speaks, tell_of_waiting
 from tileweave.cli.job import choose_ranks
+from tileweave.cli.pictures import check_apart
 from tileweave.cli.problem import BadUsage
 from tileweave.fabric import cuda_refusal
 
@@ -47,6 +48,7 @@ def check(seconds: float, path: Path | None, png: Path | None, ranks: int) -> No
     for name, file in (("json", path), ("png", png)):
         if file and not file.parent.is_dir():
             raise BadUsage(f"--{name} {file}: there is no folder {file.parent}")
+    check_apart({"json": path, "png": png})
     if png and not find_spec("matplotlib"):
         raise BadUsage("--png needs matplotlib: pip install matplotlib")
     if refusal := cuda_refusal("cuda"):

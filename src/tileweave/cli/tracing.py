@@ -70,6 +70,7 @@ def trace(op: str, ranks: int, shape: str, device: str, out: Path | None, png: P
         pictures.check("png", png)
     if out is not None:
         pictures.check_folder("out", out)
+    pictures.check_apart({"out": out, "png": png})
     traced = _emulated(case) if device == "cpu" else _measured(case)
     facts = {"op": op, "ranks": ranks, "shape": case.sizes, **traced.facts}
     title = _title(facts)
