@@ -1,4 +1,4 @@
-"""The `tileweave` command, outside of the package: importing that takes seconds, in which one may want to interrupt it."""
+"""The `tileweave` command, outside of the package: importing that takes seconds, in which an interrupt may come."""
 
 import sys
 

@@ -242,7 +242,8 @@ def agreed_failure(name: str, failure: str) -> str:
             return ""
         stuck = [rank for rank, done in enumerate(from_all(bool(failure) or ended(PATIENCE))) if not done]
     except RuntimeError as error:  # of gloo: a host is in the call, or has gone
-        raise RuntimeError(f"{name}: {failure or 'runs here'}, but the ranks do not meet behind it: {error}") from error
+        told = failure or "runs here"
+        raise RuntimeError(f"{name}: {told}, but the ranks do not meet behind it: {error}") from error
     rank, why = next((rank, why) for rank, why in enumerate(failures) if why)
     if stuck:
         raise RuntimeError(f"{name} does not run on rank {rank} ({why}), for which ranks {stuck} wait in vain")
