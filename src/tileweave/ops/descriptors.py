@@ -59,11 +59,12 @@ class Box:
         self._fields = dict(vars(describe(like, block, padding)), base=None)
 
     def at(self, base: torch.Tensor, rows: int | None = None) -> TensorDescriptor:
-        """The descriptor of a tensor like that of the constructor, 16-byte aligned, but of `rows` if they are given."""
+        """The descriptor of a tensor like that of the constructor, 16-byte aligned, but of `rows`, its last dimension
+        but one, if they are given."""
         made = object.__new__(TensorDescriptor)
         vars(made).update(self._fields, base=base)
         if rows is not None:
-            made.shape = [rows, *made.shape[1:]]
+            made.shape = [*made.shape[:-2], rows, made.shape[-1]]
         return made
 
 

@@ -5,6 +5,7 @@ import torch
 
 import tileweave as tw
 from tests.ops.moe.problems import assert_right, problem, run, there_and_back, truth
+from tileweave.ops import descriptors
 from tileweave.ops.matmul_reduce_scatter import relative_error
 
 ROUTINGS = ["random", "skewed", "one", "empty", "same"]
@@ -105,6 +106,26 @@ def test_calls_follow_each_other_with_new_routing():
         by_rank = world.run(lambda rank, group: [there_and_back(p, rank, group)[0] for p in problems])
     for outs, p in zip(zip(*by_rank, strict=True), problems, strict=True):
         assert_right(outs, truth(p))
+
+
+def test_other_numbers_of_tokens_and_rows_are_no_cold_calls(monkeypatch):
+    """Descriptors are made once for each kind of call, not for each call, with a capacity or without."""
+    problems = [problem(tokens, 5, 2, 64, 64, seed=i) for i, tokens in enumerate(([30, 30], [9, 7], [0, 12]))]
+
+    def rank_program(rank, problems):
+        plan = tw.Plan("tma", "inter_sm", (64, 128, 64), 2, comm_sms=2)
+        return [
+            there_and_back(p, rank, None, capacity=capacity, max_tokens=30, plan=plan)[0]
+            for p in problems
+            for capacity in (None, 130)
+        ]
+
+    with tw.virtual_world(2, device="cpu", sms=4) as world:
+        world.run(lambda rank, group: rank_program(rank, problems[:1]))
+        monkeypatch.setattr(descriptors, "describe", lambda *args: pytest.fail("a descriptor is made"))
+        warm = world.run(lambda rank, group: rank_program(rank, problems))
+    for rank, outs in enumerate(warm):
+        assert_right(outs, [goal for p in problems for goal in [truth(p)[rank]] * 2])
 
 
 def leaves(p, rank):

@@ -1,18 +1,49 @@
 """moe_matmul_combine in one kernel: its host side."""
 
+from dataclasses import dataclass, field
+from functools import lru_cache
+
 import torch
 
-from tileweave.fabric import Fabric
-from tileweave.ops.descriptors import describe, in_one_piece, parallel_view
+from tileweave.fabric import Fabric, Variant
+from tileweave.ops.descriptors import in_one_piece, parallel_view
+from tileweave.ops.grouped_matmul import launch as grouped_launch
 from tileweave.ops.grouped_matmul.kernel import grouped_tiles_kernel
 from tileweave.ops.grouped_matmul.launch import as_matrices
 from tileweave.ops.moe.check import COMBINE
 from tileweave.ops.moe.combine_kernel import moe_matmul_combine_kernel
-from tileweave.ops.moe.launch import as_words, variant_of
+from tileweave.ops.moe.launch import as_words
 from tileweave.planner import Plan
 from tileweave.planner.moe import most_row_tiles
-from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
+from tileweave.planner.tiling import WARPS
 from tileweave.tiles.grouped import ENTRY
+
+
+@dataclass(slots=True)
+class Prepared:
+    """Of fused calls what their tensors' data and numbers of rows, tokens, slots and homes leave as it is: what they
+    share with grouped matmuls; what follows these numbers in the kernel's arguments; the compiled kernel."""
+
+    grouped: grouped_launch.Prepared
+    tail: tuple
+    variant: Variant = field(default_factory=Variant)
+
+
+@lru_cache(maxsize=256)
+def prepare(
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    plan: Plan,
+    world: int,
+    choices: int,
+    weighted: bool,
+    device: torch.device,
+) -> Prepared:
+    """What calls have in common whose w is of this shape and these strides; remembered."""
+    grouped = grouped_launch.prepare(dtype, shape, strides, plan.tile, plan.stages, device)
+    n, k, *constants = grouped.tail
+    return Prepared(grouped, (n, k, world, choices, weighted, *constants))
 
 
 def fused(
@@ -30,31 +61,25 @@ def fused(
 ) -> torch.Tensor:
     """Launch the kernel on the current stream: [T, H] of rows h [R, I] and matrices w [E_local, I, H]; what follows as
     fields of a TokenRoute."""
-    bm, bn, bk = plan.tile
     rows, (tokens, choices), (experts, k, n) = h.shape[0], home.shape, w.shape
-    h = in_one_piece(h if rows else h.new_zeros(1, k))
-    own = as_matrices(w)
-    b_t = own.stride(2) != 1 or own.stride(1) < n
-    b = own.transpose(1, 2) if b_t else own
-    box, part = ((bn, bk) if b_t else (bk, bn)), (part_rows(plan.tile), PART_BYTES // h.element_size())
+    h, own, weighted = in_one_piece(h if rows else h.new_zeros(1, k)), as_matrices(w), row_weight is not None
+    made = prepare(h.dtype, own.shape, own.stride(), plan, fabric.world_size, choices, weighted, h.device)
     channel = fabric.channel(COMBINE, 0, homes * n * h.element_size())
     inbox, slot_step = parallel_view(channel.staging, 2, (homes, n), h.dtype)
     out = torch.empty(tokens, n, dtype=h.dtype, device=h.device)
     target = out if tokens else h.new_empty(1, n)
     limit = most_row_tiles(rows, experts, plan.tile)
     table = torch.empty(1 + limit, ENTRY.value, dtype=torch.int32, device=h.device)
-    tiling = offsets, table, target, rows, 0, limit, experts, bm  # 0: nothing to zero behind the last row
-    variant = variant_of(fabric, COMBINE, h, tiling[-2:])
-    fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=variant)
-    no_weight = row_weight is None or not rows
+    tiling = offsets, table, target, rows, 0, limit, experts, plan.tile[0]  # 0: nothing to zero behind the last row
+    of = made.grouped
+    fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=of.tiles_variant)
+    b = own.transpose(1, 2) if of.tail[-1] else own
     args = (
-        fabric.rank, describe(h, (bm, bk)), describe(b, (1, *box)), describe(b[0], box), describe(target, part),
-        offsets, table, channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, inbox,
+        fabric.rank, of.x.at(h, h.shape[0]), of.w.at(b), of.like_w.at(b), of.out.at(target, target.shape[0]), offsets,
+        table, channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, inbox,
         inbox.stride(0) // 8, slot_step // 8, as_words(row_slot), as_words(row_home),
-        h.new_zeros(1, dtype=torch.float32) if no_weight else in_one_piece(row_weight), slots,
-        as_words(home), target, tokens, rows, n, k, fabric.world_size, choices, row_weight is not None,
-        bm, bn, bk, plan.stages, part_buffers(plan.tile, plan.stages, h.element_size()), GROUP_ROWS, b_t,
+        in_one_piece(row_weight) if rows and weighted else h.new_zeros(1, dtype=torch.float32), slots,
+        as_words(home), target, tokens, rows, *made.tail,
     )  # fmt: skip
-    variant = variant_of(fabric, COMBINE, h, args[-10:])
-    fabric.launch(moe_matmul_combine_kernel, fabric.sms, args, num_warps=WARPS, variant=variant)
+    fabric.launch(moe_matmul_combine_kernel, fabric.sms, args, num_warps=WARPS, variant=made.variant)
     return out

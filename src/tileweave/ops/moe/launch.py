@@ -1,6 +1,8 @@
 """moe_dispatch_matmul in one kernel: its host side."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -8,7 +10,7 @@ from torch.nn.functional import pad
 
 from tileweave.fabric import Fabric, Variant
 from tileweave.fabric.base import FLAGS
-from tileweave.ops.descriptors import describe, in_one_piece, parallel_view, slots_box
+from tileweave.ops.descriptors import Box, in_one_piece, parallel_view, slots_box
 from tileweave.ops.grouped_matmul.kernel import grouped_tiles_kernel
 from tileweave.ops.grouped_matmul.launch import as_matrices
 from tileweave.ops.moe.check import NAME
@@ -52,6 +54,51 @@ def as_words(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int32).contiguous() if x.numel() else x.new_zeros(1, dtype=torch.int32)
 
 
+@dataclass(slots=True)
+class Prepared:
+    """Of fused calls what their tensors' data and numbers of rows, tokens and slots leave as it is; tail: what follows
+    these numbers in the kernel's arguments."""
+
+    x: Box
+    w: Box
+    like_w: Box
+    out: Box
+    tail: tuple
+    tiles_variant: Variant = field(default_factory=Variant)
+    variant: Variant = field(default_factory=Variant)
+
+
+@lru_cache(maxsize=256)
+def prepare(
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    plan: Plan,
+    world: int,
+    gated: bool,
+    silu: bool,
+    device: torch.device,
+) -> Prepared:
+    """What calls have in common whose matrices are of this shape and these strides; remembered."""
+    (bm, wide, bk), (_, k, n), itemsize = plan.tile, shape, dtype.itemsize
+    bn = wide // 2 if gated else wide
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    b_t = strides[2] != 1 or strides[1] < n
+    like = like.transpose(1, 2) if b_t else like
+
+    def box(columns: int) -> tuple[int, int]:
+        return (columns, bk) if b_t else (bk, columns)
+
+    x, out = (torch.empty(1, size, dtype=dtype, device="meta") for size in (k, n))
+    placers, buffers = placers_of(plan), part_buffers(plan.tile, plan.stages, itemsize)
+    return Prepared(
+        Box(x, (bm, bk)), Box(like, (1, *box(bn))), Box(like[0], box(wide)),
+        Box(out, (part_rows(plan.tile), PART_BYTES // itemsize)),
+        (n, k, world, bm, bn, bk, plan.stages, buffers, GROUP_ROWS, b_t, gated, silu, plan.comm_sms - placers, placers,
+         FLAGS // (world + 1)),
+    )  # fmt: skip
+
+
 def fused(
     fabric: Fabric,
     x: torch.Tensor,
@@ -69,50 +116,35 @@ def fused(
 ) -> torch.Tensor:
     """Launch the kernel on the current stream: [R, I]. Matrices are [E_local, H, I], what follows as fields of a
     TokenRoute; experts: all; most: rows of the rank with most of them."""
-    world, (bm, wide, bk) = fabric.world_size, plan.tile
+    (tokens, world), (bm, _, bk), gated = token_slot.shape, plan.tile, w_gate is not None
     rows, (own_experts, k, n) = row_slot.shape[0], w.shape
-    bn = wide if w_gate is None else wide // 2
-    x = in_one_piece(x if x.shape[0] else x.new_zeros(1, k))
+    x = in_one_piece(x if tokens else x.new_zeros(1, k))
     own = alike([as_matrices(each) for each in (w, w_gate) if each is not None])
-    b_t = own[0].stride(2) != 1 or own[0].stride(1) < n
-    ws = [each.transpose(1, 2) if b_t else each for each in own]
+    made = prepare(x.dtype, own[0].shape, own[0].stride(), plan, world, gated, silu, x.device)
+    b_t, senders = made.tail[9], made.tail[12]
     padded = -(-k // bk) * bk
     most = most_row_tiles(most, experts.most, plan.tile) * bm
     channel = fabric.channel(NAME, 0, -(-most // 2) * padded * x.element_size())  # both halves are one slot
     inbox, _ = parallel_view(channel.staging, 1, (most, padded), x.dtype)
+    slot_box = channel.views.get((x.dtype, bm, bk, padded))
+    if slot_box is None:
+        slot_box = channel.views[x.dtype, bm, bk, padded] = slots_box(inbox, (bm, bk))
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     target = out if rows else x.new_empty(1, n)
     limit = most_row_tiles(rows, own_experts, plan.tile)
     table = torch.empty(1 + limit, ENTRY.value, dtype=torch.int32, device=x.device)
     tiling = offsets, table, target, rows, n, limit, own_experts, bm
-    variant = variant_of(fabric, NAME, x, tiling[-2:])
-    fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=variant)
-    part = part_rows(plan.tile), PART_BYTES // x.element_size()
-    travel, placers = travel_of(fabric.rank, row_slot, token_slot, lists, bm), placers_of(plan)
-    senders = plan.comm_sms - placers
-
-    def box(columns: int) -> tuple[int, int]:
-        return (columns, bk) if b_t else (bk, columns)
-
-    descs = [describe(each, (1, *box(bn))) for each in ws]
+    fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=made.tiles_variant)
+    descs = [made.w.at(each.transpose(1, 2) if b_t else each) for each in own]
     args = (
-        fabric.rank, x, describe(x, (bm, bk)), slots_box(inbox, (bm, bk)).at(inbox), descs[0], descs[-1],
-        describe(ws[0][0], box(wide)), describe(target, part), target, offsets, table, channel.flags,
-        channel.flags.stride(0), channel.state, channel.timeout_us, max(token_slot.shape[0], 1), k // 8, padded // 8,
-        inbox, inbox.stride(0) // 8, *travel, slots, block_of(slots, senders), rows, most, n, k, world, bm, bn, bk,
-        plan.stages, part_buffers(plan.tile, plan.stages, x.element_size()), GROUP_ROWS, b_t, w_gate is not None, silu,
-        senders, placers, FLAGS // (world + 1),
+        fabric.rank, x, made.x.at(x, x.shape[0]), slot_box.at(inbox, most), descs[0], descs[-1],
+        made.like_w.at(own[0]), made.out.at(target, target.shape[0]), target, offsets, table, channel.flags,
+        channel.flags.stride(0), channel.state, channel.timeout_us, max(tokens, 1), k // 8, padded // 8, inbox,
+        inbox.stride(0) // 8, *travel_of(fabric.rank, row_slot, token_slot, lists, bm), slots,
+        block_of(slots, senders), rows, most, *made.tail,
     )  # fmt: skip
-    variant = variant_of(fabric, NAME, x, args[-13:])
-    fabric.launch(moe_dispatch_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=variant)
+    fabric.launch(moe_dispatch_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=made.variant)
     return out
-
-
-def variant_of(fabric: Fabric, name: str, x: torch.Tensor, constants: tuple) -> Variant:
-    """What remembers the compiled kernel of calls of an op with these constants; all tensors of a call are 16-byte
-    aligned."""
-    views = fabric.views(name)
-    return Variant() if views is None else views.setdefault((x.dtype, constants), Variant())
 
 
 def alike(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
