@@ -21,6 +21,7 @@ PROMISED = {
         "store_wait for the TMA store",
         "nothing orders the first before the second",
     ],
+    "06_several_nodes.py": ["2 nodes of 2: ", "each rank has [64, 128] of [256, 128]"],
     "04_a_published_model.py --ranks 2 4 --device cpu": ["2 ranks, emulated", "4 ranks, emulated", "cosine 0.999"],
 }
 MODEL = pytest.mark.skipif(

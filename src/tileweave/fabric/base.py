@@ -4,12 +4,15 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tileweave import lang
 from tileweave.fabric.agreement import check_facts, facts_of
+
+if TYPE_CHECKING:
+    from tileweave.fabric.nodes import Nodes
 
 # Words of a flag block, as in lang.wait: RECORD is followed by index, expected, seen, rank.
 HEADER_WORDS: int = lang.HEADER_WORDS.value
@@ -114,6 +117,17 @@ class Fabric(ABC):
     def multicast_refusal(self) -> str | None:
         """Why its channels have no multicast addresses; None if they have them. The same on all ranks."""
         return self.refusal()
+
+    @property
+    def nodes(self) -> "Nodes | None":
+        """What joins the nodes that the ranks are on, if these are several with equally many ranks each, one behind the
+        other; else None. Collective at the first use of a group."""
+        return None
+
+    @property
+    def uneven(self) -> str | None:
+        """Why there are no `nodes` though the ranks are on several. Collective at the first use of a group."""
+        return None
 
     @abstractmethod
     def channel(self, op: str, adding_bytes: int, staging_bytes: int) -> Channel:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tileweave.fabric.base import Channel, Copies, Fabric, Variant, debug_mode
 from tileweave.fabric.capability import cuda_refusal
 from tileweave.fabric.gathering import ALL_GATHER, gather_values
+from tileweave.fabric.nodes import Nodes, Spread, spread_of
 
 # Newer releases of PyTorch call it by the first name, and warn of the other.
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -29,6 +30,20 @@ class DistributedFabric(Fabric):
         if self.rank < 0:
             raise ValueError("group: this process is not a member of the group")
         self.debug = debug_mode()
+
+    @property
+    def nodes(self) -> Nodes | None:
+        spread = self._spread()
+        if spread.inside is None or spread.across is None:
+            return None
+        return Nodes(DistributedFabric(spread.inside, self.device), spread.across)
+
+    @property
+    def uneven(self) -> str | None:
+        return self._spread().uneven
+
+    def _spread(self) -> Spread:
+        return Spread() if self.group is None else spread_of(self.group, self.gather_values)
 
     def refusal(self) -> str | None:
         if self.device.type == "cpu":

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
@@ -34,6 +33,7 @@ from tileweave.fabric.base import (
 from tileweave.fabric.bound import check_bound, workspace_bound
 from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank, tensor_cores
 from tileweave.fabric.distributed import DistributedFabric
+from tileweave.fabric.nodes import NCCL_SMS, Nodes, by_nccl, node_name
 from tileweave.fabric.stamping import to_launch
 from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
 
@@ -140,13 +140,14 @@ class ProcessFabric(DistributedFabric):
             self.cores = tuple(facts[0].cores)
             sharing = max(Counter(fact.gpu for fact in facts).values())
             self.linked = sharing == 1
-            self.nccl = self.linked and "cuda:nccl" in dist.get_backend_config(group).split(",")
+            self.nccl = self.linked and by_nccl(group)
             self.sms = min(
                 self.gather_values(sms_per_rank(sharing, device, None))
             )  # CTAs of different ranks may be paired
             self._why = self._try_memory()
         self._why_unicast = self._why or self._one_by_one(facts) or self._try_multicast()
         self.backend = "fallback" if self._why else "processes"
+        self._nodes = self._on_nodes()
         self._finalizer = weakref.finalize(group, _close, self._ops, self._captured, device)
         if self._why is None:
             threading.Thread(target=_watch, args=(weakref.ref(self),), name="tileweave watchdog", daemon=True).start()
@@ -162,6 +163,20 @@ class ProcessFabric(DistributedFabric):
     @group.setter
     def group(self, group: dist.ProcessGroup) -> None:
         self._group = weakref.ref(group)
+
+    @property
+    def nodes(self) -> Nodes | None:
+        return self._nodes
+
+    def _on_nodes(self) -> Nodes | None:
+        """What `nodes` is; collective at the first use of a group."""
+        spread = self._spread()
+        if spread.inside is None or spread.across is None:
+            return None
+        inside = ProcessFabric.of(spread.inside, self.device)
+        if inside.sms and by_nccl(spread.across):
+            inside.sms = max(inside.sms - NCCL_SMS, 1)
+        return Nodes(inside, spread.across)
 
     def refusal(self) -> str | None:
         return self._why
@@ -418,12 +433,10 @@ def _facts(device: torch.device) -> Facts:
     except ValueError as failure:
         error = str(failure)
     refusal = process_refusal(device)
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    machine = boot.read_text().strip() if boot.exists() else "unknown"
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
     multicast = refusal or multicast_refusal(device)
     cores = [] if refusal else list(tensor_cores(device))
-    return Facts(error, refusal, machine, gpu, timeout, bound, debug, multicast, cores)
+    return Facts(error, refusal, node_name(), gpu, timeout, bound, debug, multicast, cores)
 
 
 def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:

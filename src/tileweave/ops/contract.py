@@ -111,7 +111,8 @@ def check_scale(op: str, name: str, scale: Like | None, each: tuple[int, int], a
 
 class Site(NamedTuple):
     """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`. unicast: why there are no
-    multicast addresses, if so."""
+    multicast addresses, if so; nodes: how many there are, if ops are composed over them, else 1; inside: then the site
+    of calls inside one."""
 
     backend: str
     world: int
@@ -123,13 +124,19 @@ class Site(NamedTuple):
     nccl: bool = False
     cores: tuple[str, ...] = ("wgmma",)
     tuned: tuple[Tuned, ...] = ()
+    nodes: int = 1
+    inside: "Site | None" = None
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Site":
-        """That of a fabric."""
+        """That of a fabric; collective at the first use of a group."""
+        nodes, refusal = fabric.nodes, fabric.refusal()
+        if refusal and fabric.uneven:
+            refusal = f"{refusal}; {fabric.uneven}"
         return cls(
-            fabric.backend, fabric.world_size, fabric.sms, fabric.device, fabric.refusal(), fabric.multicast_refusal(),
+            fabric.backend, fabric.world_size, fabric.sms, fabric.device, refusal, fabric.multicast_refusal(),
             fabric.linked, fabric.nccl, fabric.cores, fabric.tuned,
+            *((nodes.count, cls.of(nodes.inside)) if nodes else ()),
         )  # fmt: skip
 
     def measured(self, op: str, problem: Any) -> Tuned | None:

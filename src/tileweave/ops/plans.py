@@ -121,7 +121,7 @@ class _Matmul:
         """The problem, and the plans that are worth measuring: the first of what the planner tries, and the best of
         each other way, the plain one too. None where no kernel serves it."""
         problem, route = self.ask(site, sizes, dtype, H200)
-        if route.verdict == "fallback":
+        if route.verdict not in ("fused", "plain"):
             return problem, []
         found = self.planner.candidates(problem)
         ways: dict[Any, tuple[float, Plan]] = {}
@@ -136,7 +136,7 @@ class _Matmul:
         problem, route = self.ask(site, sizes, dtype, hardware)
         cost = self.planner.plain(problem, hardware) if site.nccl else None
         plain = plain_candidate(cost) if cost else None
-        if route.verdict == "fallback":
+        if route.verdict not in ("fused", "plain"):
             return Found(route.verdict, route.reason, None, [], plain, 0.0)
 
         def cost_of(plan: Plan) -> Cost:
@@ -273,7 +273,7 @@ def _collective(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Har
 
     cost = collectives.plain(problem_in("one_shot"), hardware) if site.nccl else None
     plain = plain_candidate(cost, taken=not route.fused) if cost else None
-    if not route.fused:
+    if not route.fused or route.inside:
         return Found(route.verdict, route.reason, None, [], plain, 0.0)
     taken = "two_shots" if is_two_shot(call, site.world) else "one_shot"
     ways = {

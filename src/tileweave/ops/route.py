@@ -20,9 +20,10 @@ _OURS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.
 class Route:
     """Path of one call.
 
-    backend: emulated, virtual, processes or fallback; reason: why this path; plan: if fused; plain_us: what the cost
-    model says of the plain way, torch's product and NCCL, where that is taken; measured_us: what `tileweave.tune`
-    measured of the way that is taken, None where it was not asked.
+    backend: emulated, virtual, processes, fallback or nodes; reason: why this path; plan: if fused; plain_us: what the
+    cost model says of the plain way, torch's product and NCCL, where that is taken; measured_us: what `tileweave.tune`
+    measured of the way that is taken, None where it was not asked; inside: the route of each call inside a node, where
+    the ranks are on several and the op is composed of such calls: then `fused` says whether these are.
     """
 
     op: str
@@ -32,16 +33,19 @@ class Route:
     plan: Plan | None = None
     plain_us: float | None = None
     measured_us: float | None = None
+    inside: "Route | None" = None
 
     @property
     def verdict(self) -> str:
         """ "fused"; "plain" where a kernel could do it, and torch and NCCL are predicted, or were measured, to be
-        faster; "fallback" where none can, or there is nothing to compute."""
+        faster; "composed" of calls inside nodes; "fallback" where no kernel can, or there is nothing to compute."""
+        if self.inside is not None:
+            return "composed"
         return "fused" if self.fused else "fallback" if self.plain_us is None else "plain"
 
     @property
     def predicted_us(self) -> float | None:
-        """Microseconds by the cost model; None in a fallback, or where the plan was made by hand."""
+        """Microseconds by the cost model; None in a fallback, over nodes, or where the plan was made by hand."""
         return self.plan.predicted_us if self.plan else self.plain_us
 
     def to_dict(self) -> dict:
@@ -49,7 +53,7 @@ class Route:
         return {
             "op": self.op, "backend": self.backend, "fused": self.fused, "reason": self.reason,
             "plan": self.plan.to_dict() if self.plan else None, "predicted_us": self.predicted_us,
-            "measured_us": self.measured_us,
+            "measured_us": self.measured_us, "inside": self.inside.to_dict() if self.inside else None,
         }  # fmt: skip
 
 
@@ -88,6 +92,15 @@ def by_plan(
     if why := faster_plain(made.predicted_us or 0.0, plain):
         return Route(op, site.backend, False, f"{why}: {way}", plain_us=round(plain.total_us, 1) if plain else None)
     return Route(op, site.backend, True, made.reason, made)
+
+
+def over_nodes(op: str, site: Site, how: str, inside: Route, calls: int) -> Route:
+    """The route of a call that is composed of calls inside nodes, so many on each, of this route, and transfers."""
+    assert site.inside is not None
+    reason = f"{site.nodes} nodes of {site.inside.world}: {how}; inside a node: {inside.reason}"
+    if inside.predicted_us:
+        reason += f"; of its {calls} calls each is predicted to take {inside.predicted_us} us, what goes between is not"
+    return Route(op, "nodes", inside.fused, reason, inside=inside)
 
 
 def _users_level() -> int:

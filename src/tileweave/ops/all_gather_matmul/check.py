@@ -21,7 +21,7 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
-from tileweave.ops.route import Route, by_plan, fallback
+from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import all_gather_matmul as planner
 from tileweave.planner.all_gather_matmul import Problem, unsupported
@@ -29,6 +29,7 @@ from tileweave.planner.tiling import CORES
 
 NAME = "all_gather_matmul"
 WAY = "the group's all-gather, then torch.matmul"  # without a kernel
+OVER_NODES = "the rows of each node in turn, its own first, while the others arrive"
 MAX_B = 3  # matrices that the kernel has arguments for
 
 
@@ -146,6 +147,8 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    if site.inside is not None and not call.local:
+        return over_nodes(NAME, site, OVER_NODES, choose(site.inside, call, device, plan, hardware), site.nodes)
     refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware) or impossible(site, plan)):

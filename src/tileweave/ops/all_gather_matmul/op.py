@@ -61,7 +61,7 @@ def all_gather_matmul(
         current stream. Products are accumulated in float32.
 
     Where the fabric or the shape does not allow the fused kernel (`explain` says why) the same is computed by the
-    group's own all-gather and torch.matmul.
+    group's own all-gather and torch.matmul. Over several nodes it is composed of calls inside each.
 
     It is the registered operator `torch.ops.tileweave.all_gather_matmul` behind a function that resolves defaults:
 

@@ -16,6 +16,8 @@ keeps A where some b needs a gradient, or, with `regather`, a alone, and the bac
 collective: all ranks run them, and the same inputs need gradients on all and the same results take part in the loss.
 """
 
+from functools import partial
+
 import torch
 
 from tileweave.fabric import group_size, named_fabric
@@ -24,6 +26,7 @@ from tileweave.ops.all_gather_matmul.launch import fused, unfused
 from tileweave.ops.all_gather_matmul.places import CHANNELS, channel_name
 from tileweave.ops.contract import FP8, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
+from tileweave.ops.nodes import gathered
 from tileweave.ops.registration import (
     Unfused,
     below_autograd,
@@ -73,11 +76,26 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
     if fabric.compares:
         fabric.agree(agreement)
     if route.plan is None:
-        remember(fabric, NAME, kinds, agreement, Unfused(unfused, call))
-        return unfused(fabric, call, a, b, bias, scales)
+        compute = unfused if route.inside is None else partial(_over_nodes, plan)
+        remember(fabric, NAME, kinds, agreement, Unfused(compute, call))
+        return compute(fabric, call, a, b, bias, scales)
     results, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
     remember(fabric, channel_name(route.plan), kinds, agreement, prepared)
     return results
+
+
+def _over_nodes(plan, fabric, call, a, b, bias, scales):
+    """A call on a group that is on several nodes: inside each the rows of one node after the other, its own first,
+    while the shards of the others' ranks of this place arrive."""
+    of_rows, of_columns = ([], ()) if scales is None else ([scales[0].expand(call.rows, 1).contiguous()], scales[1])
+    options = call.return_gathered, plan, call.max_sms or None
+
+    def multiplied(shards):
+        own, scale = shards[0], shards[1] if of_rows else None
+        return run(fabric.nodes.inside, own, b, bias, *options, scale, of_columns)
+
+    parts = gathered(fabric.nodes, [a, *of_rows], multiplied)
+    return [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
 @register_shape_of_collective(NAME)

@@ -9,6 +9,7 @@ from tileweave.fabric import Channel, Fabric, Variant
 from tileweave.ops.collectives.check import Call
 from tileweave.ops.collectives.kernel import collective_kernel
 from tileweave.ops.collectives.passes import LINE_BYTES, STEPS, WARPS, Pass, passes
+from tileweave.ops.nodes import wide_sum
 
 CHANNEL = "collectives"  # all of them share one channel's memory
 
@@ -139,9 +140,4 @@ def _moved(fabric: Fabric, call: Call, x: torch.Tensor) -> torch.Tensor:
 
 def _ordered_sum(parts: torch.Tensor, call: Call) -> torch.Tensor:
     """Sum or mean over the first dimension, in order, 16-bit floats in float32."""
-    wide = torch.float32 if call.dtype in (torch.bfloat16, torch.float16) else call.dtype
-    scale = 1 / len(parts) if call.reduction == "avg" else 1
-    total = parts[0].to(wide) * scale
-    for part in parts[1:]:
-        total += part.to(wide) * scale
-    return total.to(call.dtype)
+    return wide_sum(parts, call.reduction == "avg").to(call.dtype)

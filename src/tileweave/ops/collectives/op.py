@@ -28,7 +28,8 @@ def all_gather(x: torch.Tensor, group=None, *, dim: int = 0) -> torch.Tensor:
         `[..., world * n, ...]`, a fresh contiguous tensor, ready on the current stream.
 
     One kernel writes every shard where it belongs, whatever `dim`: nothing is gathered first and reshaped afterwards.
-    Where the fabric does not allow it (`explain` says why) the group's own collective is used. It is the registered
+    Where the fabric does not allow it (`explain` says why) the group's own collective is used; over several nodes it is
+    composed of calls inside each. It is the registered
     operator `torch.ops.tileweave.all_gather`: it has gradients (of the sum of all ranks' losses: a `reduce_scatter`
     of the gradient, which every rank must run), torch.compile traces it without a graph break, and a CUDA graph can
     hold it once it has been called with the same shapes.

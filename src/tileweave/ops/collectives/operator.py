@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from tileweave.fabric import Fabric, group_size, named_fabric
-from tileweave.ops.collectives.check import check, check_kinds
+from tileweave.ops.collectives.check import Call, check, check_kinds
 from tileweave.ops.collectives.launch import CHANNEL, prepare, unfused
-from tileweave.ops.collectives.passes import choose
+from tileweave.ops.collectives.passes import choose, pieces_over_nodes
 from tileweave.ops.contract import Agreement, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
+from tileweave.ops.nodes import gathered, padded, reduced, scattered, wide_sum
 from tileweave.ops.registration import recall, remember
 
 OPTIONS = {
@@ -48,14 +49,50 @@ def run(fabric: Fabric, name: str, x: torch.Tensor, *options: Any) -> torch.Tens
     check_kinds(name, x, **dict(zip(OPTIONS[name], options, strict=True)))
     call = check(name, fabric.world_size, x, *options)
     route = choose(Site.of(fabric), call, x.device)
-    agreement = Agreement(name, call, route.fused)
+    agreement = Agreement(name, call, route.fused and route.inside is None)  # nodes may differ
     if fabric.compares:
         fabric.agree(agreement)
+    if route.inside is not None:
+        return _over_nodes(fabric, call, x.resolve_conj().resolve_neg())
     if not route.fused:
         return unfused(fabric, call, x)
     prepared = prepare(fabric, call)
     remember(fabric, CHANNEL, kinds, agreement, prepared)
     return prepared.launch(fabric, x)
+
+
+def _over_nodes(fabric: Fabric, call: Call, x: torch.Tensor) -> torch.Tensor:
+    """A call on a group that is on several nodes: the same inside each, overlapped with transfers between them."""
+    nodes, name, split = fabric.nodes, call.name, call.split
+    assert nodes is not None
+    if split is None and call.reduction is not None:
+        return _all_reduce_over_nodes(fabric, call, x)
+    if split is None and call.concat is not None:
+        wholes = gathered(nodes, [x], lambda shards: run(nodes.inside, name, shards[0], call.concat))
+        return torch.cat(wholes, call.concat)
+    assert split is not None
+    options = (call.concat,) if call.reduction is None else (call.reduction, call.deterministic)
+    size = call.shape[split] // nodes.count
+    parts = scattered(nodes, lambda node: run(nodes.inside, name, x.narrow(split, node * size, size), split, *options))
+    if call.concat is not None:
+        return torch.cat(parts, call.concat)
+    return wide_sum(parts, call.reduction == "avg").to(call.dtype)
+
+
+def _all_reduce_over_nodes(fabric: Fabric, call: Call, x: torch.Tensor) -> torch.Tensor:
+    """Piece by piece a reduce-scatter inside, a sum of the shares between nodes, an all-gather inside."""
+    nodes, options = fabric.nodes, (call.reduction, call.deterministic)
+    assert nodes is not None
+    mean = call.reduction == "avg"
+    parts = pieces_over_nodes(call, nodes.each)
+    if not parts:
+        return reduced(nodes, run(nodes.inside, "all_reduce", x, *options), mean, call.deterministic)()
+    flat, shares = x.reshape(-1), []
+    for part in parts:
+        share = run(nodes.inside, "reduce_scatter", padded(flat[part], nodes.each), 0, *options)
+        shares.append(reduced(nodes, share, mean, call.deterministic))
+    whole = torch.cat([run(nodes.inside, "all_gather", share(), 0) for share in shares])
+    return whole[: flat.numel()].view(call.shape)
 
 
 def _register(name: str) -> Any:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 
 from tileweave.fabric.base import FLAGS
-from tileweave.ops.collectives.check import Call
+from tileweave.ops.collectives.check import CONTRACTS, Call
 from tileweave.ops.contract import Site, out_of_reach
-from tileweave.ops.route import Route, fallback
+from tileweave.ops.nodes import DIRECT_BYTES, pieces
+from tileweave.ops.route import Route, fallback, over_nodes
 
 LINE_BYTES = 16  # the widest access of a thread
 SUMMED = (torch.bfloat16, torch.float16, torch.float32)  # what the kernel adds
@@ -137,10 +138,12 @@ def choose(site: Site, call: Call, device: torch.device) -> Route:
     world = site.world
     if world == 1:
         return Route(call.name, site.backend, False, "the world has one rank: the result is a copy of x")
+    empty = 0 in call.out_shape
+    if site.inside is not None and not empty:
+        return _over_nodes(site, site.inside, call, device)
     refusal = out_of_reach(site, device, "x", cores=())
     if refusal is None and call.reduction and call.dtype not in SUMMED:
         refusal = f"the kernel sums bfloat16, float16 and float32, not {call.dtype}"
-    empty = 0 in call.out_shape
     if refusal is None and not empty:
         refusal = _too_large(passes(call, world)[0])
     if refusal:
@@ -148,6 +151,39 @@ def choose(site: Site, call: Call, device: torch.device) -> Route:
     if empty:
         return Route(call.name, site.backend, False, "the result is empty: nothing to launch")
     return Route(call.name, site.backend, True, "; then ".join(_describe(p, site) for p in passes(call, world)))
+
+
+def pieces_over_nodes(call: Call, each: int) -> tuple[slice, ...]:
+    """The flat pieces of an all-reduce over nodes with `each` ranks; none where it goes between nodes as a whole."""
+    size = math.prod(call.shape)
+    if size * call.dtype.itemsize <= DIRECT_BYTES:
+        return ()
+    return tuple(pieces(size, each, DIRECT_BYTES // call.dtype.itemsize))
+
+
+def _over_nodes(site: Site, within: Site, call: Call, device: torch.device) -> Route:
+    """The route of a call that is composed over nodes, `within` one of which a rank sees the others."""
+    name, shape, calls = call.name, list(call.shape), site.nodes
+    options: tuple = tuple(each for each in (call.split, call.concat) if each is not None)
+    if call.reduction is not None:
+        options += (call.reduction, call.deterministic)
+    if call.split is not None:
+        shape[call.split] //= site.nodes
+        how = "what is for each node in turn, its own last, which travels while the next is put together"
+    elif call.reduction is None:
+        how = "what is of each node in turn, its own first, while the others arrive"
+    elif parts := pieces_over_nodes(call, within.world):
+        name, shape, calls = "reduce_scatter", [_up(parts[0].stop, within.world)], len(parts)
+        options = (0, *options)
+        how = "each piece summed in the node, shares over the nodes, then gathered in the node"
+    else:
+        calls, how = 1, "the sum in the node, then over the nodes"
+    inner = CONTRACTS[name](within.world, tuple(shape), call.dtype, *options)
+    return over_nodes(call.name, site, how, choose(within, inner, device), calls)
+
+
+def _up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
 
 
 def _too_large(first: Pass) -> str | None:

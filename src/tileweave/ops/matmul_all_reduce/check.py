@@ -4,7 +4,7 @@ What decides is plain values, the same on all ranks: a rank's strides or address
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,7 +21,9 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
-from tileweave.ops.route import Route, by_plan, fallback
+from tileweave.ops.matmul_reduce_scatter import check as scatter
+from tileweave.ops.nodes import DIRECT_BYTES, pieces
+from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import matmul_all_reduce as planner
 from tileweave.planner.matmul_all_reduce import Problem, unsupported
@@ -29,6 +31,7 @@ from tileweave.planner.tiling import CORES
 
 NAME = "matmul_all_reduce"
 WAY = "torch.matmul, then the group's all-reduce"  # without a kernel
+LEAST_ROWS = 128  # of a rank's share of a piece, over nodes
 
 
 class Options(NamedTuple):
@@ -106,6 +109,8 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    if site.inside is not None and call.m and call.n:
+        return _over_nodes(site, site.inside, call, device, plan, hardware)
     refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and plan.mechanism == "multimem" and site.unicast:
@@ -120,6 +125,30 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     # and leaves no SMs to others.
     ordinary = not (call.options.deterministic or call.options.max_sms or call.residual or call.norm)
     return by_plan(NAME, site, problem, planner, plan, WAY if ordinary else None, hardware)
+
+
+def pieces_over_nodes(call: Call, each: int, plan: Plan | None) -> tuple[slice, ...]:
+    """The rows of the pieces of a call over nodes with `each` ranks; none where it is one call of the op inside, whose
+    sum goes between nodes as a whole: it has few bytes, or there is a plan, which is one of the op's own kernel."""
+    if plan is not None or call.m * call.n * call.dtype.itemsize <= DIRECT_BYTES:
+        return ()
+    return tuple(pieces(call.m, each, LEAST_ROWS))
+
+
+def _over_nodes(site: Site, within: Site, call: Call, device: torch.device, plan: Plan | None, hardware) -> Route:
+    """The route of a call that is composed over nodes, `within` one of which a rank sees the others."""
+    parts = pieces_over_nodes(call, within.world, plan)
+    if not parts:
+        inner = replace(call, bias=False, residual=False, norm=False)
+        how = "the sum in the node, then over the nodes"
+        return over_nodes(NAME, site, how, choose(within, inner, device, plan, hardware), 1)
+    rows = -(-parts[0].stop // within.world) * within.world
+    ordered = call.options.deterministic or within.world == 2
+    share = scatter.Call(
+        call.dtype, False, "sum", ordered, call.dtype, rows, call.n, call.k, rows // within.world, call.options.max_sms
+    )
+    how = "each piece of rows summed in the node, shares over the nodes, then gathered in the node"
+    return over_nodes(NAME, site, how, scatter.choose(within, share, device, None, hardware), len(parts))
 
 
 def problem_of(site: Site, call: Call) -> Problem:

@@ -34,7 +34,7 @@ def matmul_all_reduce(
             virtual world, else torch.distributed's WORLD, else a world of one.
         bias: `[N]`, dtype of `a`, the same on all ranks; added once.
         deterministic: whether equal inputs must give equal bits. The kernel's results always do, on all ranks the
-            same; True asks the fallback for a sum in rank order too. None: True under
+            same; True asks the fallback, and calls over several nodes, for a sum in fixed order too. None: True under
             torch.use_deterministic_algorithms.
         residual: `[M, N]`, dtype of `a`, the same on all ranks; added once.
         norm_weight: `[N]`, dtype of `a`, with `residual` only: also return the normed sum.
@@ -50,7 +50,7 @@ def matmul_all_reduce(
         accumulated in float32; what travels has the dtype of `a`, and is summed in float32.
 
     Where the fabric or the shape does not allow the fused kernel (`explain` says why) the same is computed by
-    torch.matmul and the group's own all-reduce.
+    torch.matmul and the group's own all-reduce. Over several nodes it is composed of calls inside each.
 
     It is the registered operator `torch.ops.tileweave.matmul_all_reduce` behind a function that resolves defaults:
 

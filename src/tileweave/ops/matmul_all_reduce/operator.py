@@ -13,13 +13,18 @@ G is the same on all ranks as long as they all do the same with the results, whi
 communicated.
 """
 
+from functools import partial
+
 import torch
 
 from tileweave.fabric import named_fabric
+from tileweave.ops.collectives.operator import run as run_collective
 from tileweave.ops.contract import Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
-from tileweave.ops.matmul_all_reduce.check import NAME, Options, check, check_kinds, settle
-from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused
+from tileweave.ops.matmul_all_reduce.check import NAME, Options, check, check_kinds, pieces_over_nodes, settle
+from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused, with_extras
+from tileweave.ops.matmul_reduce_scatter.operator import run as run_scatter
+from tileweave.ops.nodes import padded, reduced
 from tileweave.ops.registration import (
     Unfused,
     below_autograd,
@@ -67,11 +72,29 @@ def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan
     if call.m == 0 or call.n == 0:
         return [a.new_empty(call.m, call.n) for _ in range(1 + call.norm)]
     if route.plan is None:
-        remember(fabric, NAME, kinds, agreement, Unfused(unfused, call))
-        return unfused(fabric, call, a, b, extras)
+        compute = unfused if route.inside is None else partial(_over_nodes, plan)
+        remember(fabric, NAME, kinds, agreement, Unfused(compute, call))
+        return compute(fabric, call, a, b, extras)
     results, prepared = fused(fabric, call, a, b, extras, route.plan)
     remember(fabric, NAME, kinds, agreement, prepared)
     return results
+
+
+def _over_nodes(plan, fabric, call, a, b, extras):
+    """A call on a group that is on several nodes: matmul_reduce_scatter inside, a sum of the shares between nodes while
+    the next piece of rows is multiplied, an all-gather inside; of few bytes the sum inside, then between."""
+    nodes, ordered, max_sms = fabric.nodes, call.options.deterministic, call.options.max_sms or None
+    parts = pieces_over_nodes(call, nodes.each, plan)
+    if not parts:
+        (total,) = run(nodes.inside, a, b, None, ordered, None, None, call.options.norm_eps, plan, max_sms)
+        return with_extras(call, reduced(nodes, total, False, ordered)(), extras)
+    shares = []
+    for part in parts:
+        rows = padded(a[part], nodes.each)
+        share = run_scatter(nodes.inside, rows, b, "sum", None, ordered, None, None, max_sms)
+        shares.append(reduced(nodes, share, False, ordered))
+    total = torch.cat([run_collective(nodes.inside, "all_gather", share(), 0) for share in shares])
+    return with_extras(call, total[: call.m], extras)
 
 
 @register_shape_of_collective(NAME)

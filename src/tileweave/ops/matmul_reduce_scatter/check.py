@@ -1,6 +1,6 @@
 """matmul_reduce_scatter: its contract, and the path of a call, which is decided before anything is launched."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,13 +18,14 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
-from tileweave.ops.route import Route, by_plan, fallback
+from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan, Problem, unsupported
 from tileweave.planner import plan as planner
 from tileweave.planner.tiling import CORES
 
 NAME = "matmul_reduce_scatter"
 WAY = "torch.matmul, then the group's reduce-scatter"  # without a kernel
+OVER_NODES = "the rows of each node in turn, its own last, whose sums travel while the next are computed"
 REDUCTIONS = ("sum", "avg")
 
 
@@ -115,6 +116,11 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    if site.inside is not None and call.rows and call.n:
+        ordered = call.deterministic or site.inside.world == 2
+        inner = replace(call, m=call.m // site.nodes, bias=False, deterministic=ordered)
+        inside = choose(site.inside, inner, device, plan, hardware)
+        return over_nodes(NAME, site, OVER_NODES, inside, site.nodes)
     refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware)):

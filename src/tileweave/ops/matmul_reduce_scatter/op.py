@@ -57,7 +57,7 @@ def matmul_reduce_scatter(
         `[M / world, N]`, a fresh contiguous tensor, ready on the current stream. Products are accumulated in float32.
 
     Where the fabric or the shape does not allow the fused kernel (`explain` says why) the same is computed by
-    torch.matmul and the group's own reduce-scatter.
+    torch.matmul and the group's own reduce-scatter. Over several nodes it is composed of calls inside each.
 
     It is the registered operator `torch.ops.tileweave.matmul_reduce_scatter` behind a function that resolves defaults:
 

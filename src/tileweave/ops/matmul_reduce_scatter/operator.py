@@ -14,6 +14,8 @@ b^T while it arrives. All ranks run it, and the same inputs need gradients on al
 products and sums are accumulated in float32.
 """
 
+from functools import partial
+
 import torch
 
 from tileweave.fabric import group_size, named_fabric
@@ -21,6 +23,7 @@ from tileweave.ops.contract import FP8, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.matmul_reduce_scatter.check import NAME, check, check_kinds, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
+from tileweave.ops.nodes import scattered, wide_sum
 from tileweave.ops.registration import (
     Unfused,
     below_autograd,
@@ -71,11 +74,28 @@ def run(fabric, a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a
     if call.rows == 0 or call.n == 0:
         return torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     if route.plan is None:
-        remember(fabric, NAME, kinds, agreement, Unfused(unfused, call))
-        return unfused(fabric, call, a, b, bias, scales)
+        compute = unfused if route.inside is None else partial(_over_nodes, plan)
+        remember(fabric, NAME, kinds, agreement, Unfused(compute, call))
+        return compute(fabric, call, a, b, bias, scales)
     out, prepared = fused(fabric, call, a, b, bias, route.plan, scales)
     remember(fabric, NAME, kinds, agreement, prepared)
     return out
+
+
+def _over_nodes(plan, fabric, call, a, b, bias, scales):
+    """A call on a group that is on several nodes: for each of them the sum inside this node of its rows, then the sum
+    of what all nodes have for this rank. Rows of a node are neighbours, so nothing is copied."""
+    nodes, rows = fabric.nodes, call.m // fabric.nodes.count
+    scale_a, scale_b = scales or (None, None)
+    options = call.deterministic, call.out_dtype, plan, call.max_sms or None
+
+    def sums_for(node):
+        part = slice(node * rows, (node + 1) * rows)
+        scale = scale_a if scale_a is None or scale_a.numel() == 1 else scale_a[part]
+        return run(nodes.inside, a[part], b, call.op, None, *options, scale, scale_b)
+
+    total = wide_sum(scattered(nodes, sums_for), call.op == "avg")
+    return (total if bias is None else total + bias).to(call.out_dtype)
 
 
 @register_shape_of_collective(NAME)

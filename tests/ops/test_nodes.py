@@ -1,0 +1,170 @@
+"""Ops on groups whose ranks are on several nodes: processes that are told so, on this machine."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.ops.nodes_program import situations
+from tileweave.fabric.nodes import unevenness
+from tileweave.ops.nodes import gathered, padded, pieces, reduced, scattered
+
+PROGRAM = [sys.executable, "-m", "tests.ops.nodes_program"]
+
+
+def started(tmp_path, *arguments):
+    return subprocess.run(
+        [*PROGRAM, f"file://{tmp_path}/init", *arguments], capture_output=True, text=True, timeout=240
+    )
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """The program's process: one for all situations, as importing PyTorch takes longer than they."""
+    return started(tmp_path_factory.mktemp("nodes"))
+
+
+@pytest.mark.parametrize("situation", situations(6))
+def test_all_ranks_come_through(ran, situation):
+    assert situation in ran.stdout.split(), ran.stderr
+
+
+def test_the_program_ends_well(ran):
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.gpu
+def test_ranks_that_share_a_gpu(tmp_path):
+    """Kernels inside, gloo between."""
+    done = started(tmp_path, "cuda", "gloo", "4")
+    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(4)), done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+def test_kernels_inside_and_nccl_between(tmp_path):
+    done = started(tmp_path, "cuda", "nccl", "4")
+    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(4)), done.stderr
+
+
+@pytest.fixture
+def namespaces():
+    """Two network namespaces that a pair of virtual devices joins: names, devices, addresses."""
+    names, devices = ([f"{prefix}{os.getpid()}{side}" for side in "ab"] for prefix in ("tw", "twv"))
+    addresses = ["10.237.41.1", "10.237.41.2"]
+
+    def ip(*arguments):
+        return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
+
+    try:
+        ip("netns", "add", names[0])
+    except (OSError, subprocess.CalledProcessError) as failure:
+        pytest.skip(f"network namespaces cannot be made here: {failure}")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
+        for name, device, address in zip(names, devices, addresses, strict=True):
+            ip("link", "set", device, "netns", name)
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+            for each in (device, "lo"):
+                ip("-n", name, "link", "set", each, "up")
+        yield list(zip(names, devices, addresses, strict=True))
+    finally:
+        for name in names:  # its devices go with it
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def test_network_namespaces_as_nodes(namespaces):
+    """Two ranks in each, which share a file system but no network but the pair of devices."""
+    init = f"tcp://{namespaces[0][2]}:29537"
+    running = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *PROGRAM, init, "cpu", "gloo", "4", str(2 * i), str(2 * i + 1)],
+            env=os.environ | {"GLOO_SOCKET_IFNAME": device},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for i, (name, device, _) in enumerate(namespaces)
+    ]
+    try:
+        told = [each.communicate(timeout=200) for each in running]
+    finally:
+        for each in running:
+            each.kill()
+    assert [each.returncode for each in running] == [0, 0], told
+    assert told[0][0].split() == ["two_nodes"]
+
+
+def test_what_is_composed():
+    for names in ("ab", "aabb", "aabbcc", "bbaa"):
+        assert unevenness(names) is None
+    assert "the nodes have 3 and 1 ranks" in unevenness("aaab")
+    assert "the nodes have 1, 2 and 1 ranks" in unevenness("abbc")
+    assert "not one behind the other" in unevenness("abab")
+
+
+class Told:
+    """Nodes of which this rank is on one, and what it does in what order. What comes from node i is i."""
+
+    def __init__(self, count, index):
+        self.count, self.index, self.log = count, index, []
+
+    def exchange(self, x, to, source):
+        self.log.append(f"{int(x)} to {to}")
+
+        def arrived():
+            self.log.append(f"from {source}")
+            return torch.tensor(source)
+
+        return arrived
+
+    def gather(self, x):
+        return lambda: torch.stack([x + i for i in range(self.count)])
+
+    def all_reduce(self, x):
+        return lambda: x * self.count
+
+
+def test_a_part_travels_while_the_next_is_computed():
+    nodes = Told(3, 1)
+
+    def part_for(node):
+        nodes.log.append(f"make {node}")
+        return torch.tensor(10 + node)
+
+    assert [int(part) for part in scattered(nodes, part_for)] == [0, 11, 2]
+    assert nodes.log == ["make 2", "12 to 2", "make 0", "10 to 0", "make 1", "from 0", "from 2"]
+
+
+def test_all_shards_travel_while_the_own_is_used():
+    nodes = Told(3, 1)
+
+    def use(shards):
+        nodes.log.append(f"use {[int(shard) for shard in shards]}")
+        return int(shards[0])
+
+    assert gathered(nodes, [torch.tensor(1), torch.tensor(7)], use) == [0, 1, 2]
+    first = ["1 to 0", "7 to 0", "1 to 2", "7 to 2", "use [1, 7]"]
+    assert nodes.log == [*first, "from 2", "from 2", "use [2, 2]", "from 0", "from 0", "use [0, 0]"]
+
+
+def test_sums_of_shares():
+    x = torch.tensor([4.0, 8.0])
+    assert reduced(Told(2, 0), x, mean=True, ordered=False)().tolist() == [4.5, 8.5]  # in order
+    assert reduced(Told(4, 0), x, mean=False, ordered=True)().tolist() == [22.0, 38.0]
+    assert reduced(Told(4, 0), x, mean=True, ordered=False)().tolist() == [4.0, 8.0]
+    assert reduced(Told(4, 0), x[:0], mean=True, ordered=False)().tolist() == []
+
+
+def test_pieces_are_whole_shares():
+    for size in (1, 7, 8, 100, 4099):
+        for each in (1, 2, 8):
+            cut = pieces(size, each, 16)
+            assert [i for part in cut for i in range(size)[part]] == list(range(size))
+            assert all((part.stop - part.start) % each == 0 for part in cut[:-1])
+            assert len(cut) <= 4 and (len(cut) == 1 or size >= 2 * 16 * each)
+            assert padded(torch.ones(size, 2), each).shape[0] % each == 0
