@@ -241,6 +241,8 @@ class ProcessFabric(DistributedFabric):
 
     def check(self) -> None:
         """Wait for this rank's GPU; FabricTimeout if one of its kernels has waited in vain since the last time."""
+        if self._nodes is not None:
+            return self._nodes.inside.check()
         torch.cuda.synchronize(self.device)
         self.look()
         if self._failed is not None:
@@ -261,6 +263,8 @@ class ProcessFabric(DistributedFabric):
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of peer memory by op: `own` is physical memory of this rank, `mapped` the range of addresses."""
+        if self._nodes is not None:
+            return self._nodes.inside.memory()
         blocks: dict[str, dict[PeerMemory, int]] = {}
         for memories in self._memories():  # which may have some in common
             of_op = blocks.setdefault(memories.channel.op, {})

@@ -30,10 +30,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What `tileweave.plan` answers. verdict: as that of a `Route`, "fused", "plain", "composed" or "fallback"; reason: why; plan:
-    None in a fallback that no figure is known of; cost: the terms of its prediction; runner_up: None where there is one
-    way; simulated_us, events: of a simulation of the plan's tiles and messages, what rank 0 does in it; unmeasured: why
-    the times rest on no measurement of a kernel, None if they do; untried: the decision if kernels that have never run
+    """What `tileweave.plan` answers. verdict: as that of a `Route`; reason: why; plan: None in a fallback that no
+    figure is known of; cost: the terms of its prediction; runner_up: None where there is one way; simulated_us, events:
+    of a simulation of the plan's tiles and messages, what rank 0 does in it; unmeasured: why the times rest on no
+    measurement of a kernel, None if they do; untried: the decision if kernels that have never run
     on such a GPU were to be tried, None where these are all there is, or none are."""
 
     op: str
