@@ -48,9 +48,9 @@ def plan(
         to be faster), "composed" (over several nodes) or "fallback" (no kernel can serve it), and the `reason`; `plan`,
         `runner_up` and `rejected`, plans with `predicted_us` in microseconds and a `reason`; `cost`, the terms of the
         prediction; `to_dict()`. The plain way is a candidate where NCCL joins the ranks and the profile says what it
-        takes, and has the mechanism "nccl". In a fallback `plan` is None, or the plain way where that is what the op falls back to. `unmeasured`:
-        why the predictions rest on no measurement of a kernel, if so; `untried`: on a Blackwell GPU without
-        TILEWEAVE_EXPERIMENTAL, what there would be with it. Nothing is launched.
+        takes, and has the mechanism "nccl". In a fallback `plan` is None, or the plain way where that is what the op
+        falls back to. `unmeasured`: why the predictions rest on no measurement of a kernel, if so; `untried`: on a
+        Blackwell GPU without TILEWEAVE_EXPERIMENTAL, what there would be with it. Nothing is launched.
 
     Raises:
         ValueError, TypeError: an unknown op, size, dtype or profile, or sizes that break the op's contract.
