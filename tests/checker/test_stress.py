@@ -23,10 +23,34 @@ def test_a_minute_of_random_calls_in_the_emulator(tmp_path):
     assert told["calls"] == sum(told["by_op"].values()) == sum(told["by_ranks"].values()) > told["rounds"] > 0
 
 
+def test_processes_make_rounds_at_once_and_one_that_ends_without_a_word_is_a_finding(monkeypatch):
+    monkeypatch.setattr(stress, "run", run_or_die)
+    tally = stress.run_together("emulated", 0, 7, 2)
+    assert tally.rounds == 1 and tally.calls == sum(tally.by_op.values()) == len(tally.distinct) >= 1
+    assert tally.wrong == [f"the process of the seeds from {7 + stress.SEEDS} on has ended without a word"]
+    assert not tally.ok
+
+
+def run_or_die(world, seconds, seed, report, run=stress.run):
+    """A `run` in which only the first process lives."""
+    if seed == 7:
+        run(world, seconds, seed, report)
+
+
+def test_what_processes_have_come_to_is_added():
+    one, other = (stress.Tally("emulated", "CPU", seed, calls=3 + seed, hangs=seed) for seed in (0, 1))
+    one.by_op["all_gather"], other.by_op["all_gather"], other.by_op["all_reduce"] = 2, 3, 1
+    other.seconds, other.wrong = 2.0, ["seed 1: no"]
+    one.add(other)
+    assert (one.calls, one.hangs, one.seconds, one.wrong, one.seed) == (7, 1, 2.0, ["seed 1: no"], 0)
+    assert one.by_op == {"all_gather": 5, "all_reduce": 1}
+
+
 @pytest.mark.gpu
 def test_half_a_minute_on_virtual_ranks(tmp_path):
     path = tmp_path / "stress.json"
-    assert stress.main(["--seconds", "30", "--world", "virtual", "--json", str(path)]) == 0
+    command = ["--seconds", "30", "--world", "virtual", "--processes", "4", "--json", str(path)]
+    assert stress.main(command) == 0
     told = json.loads(path.read_text())
     assert told["calls"] == sum(told["by_op"].values()) >= 10 * told["rounds"] > 0
 
@@ -105,8 +129,8 @@ def test_a_round_that_hangs_is_written_down_and_ends_the_process(tmp_path, monke
     monkeypatch.setattr(stress.faulthandler, "dump_traceback", lambda **_: None)
     monkeypatch.setattr(stress.Stress, "round", lambda self, seed: stress.time.sleep(0.5) or self._counted())
     monkeypatch.setattr(stress.Stress, "_counted", lambda self: setattr(self.tally, "rounds", 1), raising=False)
-    tally = stress.run("emulated", 0, 7, path)
-    assert ended == [1] and tally.hangs == 1 and not tally.ok
+    assert stress.main(["--seconds", "0", "--seed", "7", "--json", str(path)]) == 1
+    assert ended == [1] and json.loads(path.read_text())["hangs"] == 1
     assert json.loads(path.read_text())["wrong"] == ["seed 7: the round has not ended in 0.05 s"]
 
 

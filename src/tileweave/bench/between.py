@@ -257,7 +257,7 @@ def from_all(value: Any) -> list[Any]:
 
 @cache
 def hosts() -> dist.ProcessGroup:
-    """The ranks' hosts; they wait for each other for PATIENCE seconds longer than for their GPUs. Collective to make."""
+    """The ranks' hosts, which wait longer for each other than for their GPUs. Collective to make."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=2 * PATIENCE))
 
 

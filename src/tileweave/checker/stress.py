@@ -3,6 +3,9 @@
 A round is some calls back to back in one world, of which a rank may be late; then, at times, a fault: a rank that makes
 no call, another one than its peers, or none as it has raised. What a round does depends on its seed alone, the
 first one's and one more for each next round, so `--seed S --seconds 0` runs the round of seed S again.
+
+On a GPU nearly all of the first minutes is spent on compiling: some 800 kernels, some 40 minutes of a core. So several
+processes, which share Triton's cache and the GPU, make rounds at once, each from a seed of its own on.
 """
 
 import argparse
@@ -14,8 +17,10 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,6 +35,8 @@ from tileweave.fabric import VirtualGroup, World
 HANG_SECONDS = 300.0  # that a round may take: waits are bounded by far less
 FAULTS = ("a rank makes no call", "a rank makes another call", "a rank raises")
 KINDS, SHAPES = 16, 4  # of calls in a virtual world of so many ranks, and of each: so that kernels are compiled once
+MOST = 64  # processes
+SEEDS = 1_000_000  # between the first seeds of two processes
 CYCLES = 200_000  # that a late rank's stream spins before a call
 
 
@@ -58,6 +65,12 @@ class Tally:
     def ok(self) -> bool:
         """Whether all was right, or told."""
         return not (self.wrong or self.untold or self.hangs)
+
+    def add(self, other: "Tally") -> None:
+        """Count what another process has come to at the same time."""
+        for name in ("rounds", "calls", "by_op", "by_ranks", "late", "faults", "untold", "wrong", "hangs"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.seconds, self.distinct = max(self.seconds, other.seconds), self.distinct | other.distinct
 
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
@@ -169,20 +182,19 @@ def _error(results: Results, truths: Results) -> torch.Tensor:
     return worst
 
 
-def run(world: str, seconds: float, seed: int, path: Path | None) -> Tally:
-    """Rounds for so many seconds, one at least; what they came to goes to the file too, also when a round hangs."""
-    torch.set_num_threads(max(torch.get_num_threads() if world == "virtual" else 1, 1))
+def run(world: str, seconds: float, seed: int, report: Callable[[Tally], None]) -> None:
+    """Rounds for so many seconds, one at least; what they came to is reported, also when a round hangs."""
+    torch.set_num_threads(1)
     stress, start = Stress(world, seed), time.monotonic()
 
-    def write() -> None:
+    def finish() -> None:
         stress.tally.seconds = time.monotonic() - start
-        if path is not None:
-            path.write_text(json.dumps(stress.tally.to_dict(), indent=1) + "\n")
+        report(stress.tally)
 
     def hung() -> None:
         stress.tally.hangs += 1
         stress.tally.wrong.append(f"seed {seed + stress.tally.rounds}: the round has not ended in {HANG_SECONDS:g} s")
-        write()
+        finish()
         faulthandler.dump_traceback(all_threads=True)
         os._exit(1)  # threads that hang can be ended in no other way
 
@@ -195,8 +207,33 @@ def run(world: str, seconds: float, seed: int, path: Path | None) -> Tally:
         finally:
             watch.cancel()
     stress.close()
-    write()
-    return stress.tally
+    finish()
+
+
+def run_together(world: str, seconds: float, seed: int, processes: int) -> Tally:
+    """`run` in so many processes; what they came to together. One that ends without a word is wrong."""
+    context, parts = get_context("spawn"), []
+    for i in range(processes):
+        receiving, sending = context.Pipe(duplex=False)
+        first = seed + i * SEEDS
+        process = context.Process(target=run, args=(world, seconds, first, sending.send), daemon=True)
+        process.start()
+        sending.close()  # so that the end of the process is the end of the pipe
+        parts.append((first, receiving))
+    total: Tally | None = None
+    for first, receiving in parts:
+        try:
+            tally = receiving.recv()
+        except EOFError:
+            tally = Tally(
+                world, "", first, wrong=[f"the process of the seeds from {first} on has ended without a word"]
+            )
+        if total is None:
+            total = tally
+        else:
+            total.add(tally)
+    assert total is not None
+    return total
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -205,11 +242,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--world", choices=("emulated", "virtual"), default="emulated")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--processes", type=int, default=1, help="that make rounds at once; on a GPU, one for each core"
+    )
     parser.add_argument("--json", type=Path, help="where to write the figures")
     options = parser.parse_args(arguments)
-    tally = run(options.world, options.seconds, options.seed, options.json)
-    print(json.dumps(tally.to_dict(), indent=1))
-    return 0 if tally.ok else 1
+    if not 1 <= options.processes <= MOST:
+        parser.error(f"--processes must be from 1 to {MOST}, got {options.processes}")
+    told: list[Tally] = []
+
+    def report(tally: Tally) -> None:
+        told.append(tally)
+        if options.json is not None:
+            options.json.write_text(json.dumps(tally.to_dict(), indent=1) + "\n")
+
+    if options.processes == 1:
+        run(options.world, options.seconds, options.seed, report)
+    else:
+        report(run_together(options.world, options.seconds, options.seed, options.processes))
+    print(json.dumps(told[0].to_dict(), indent=1))
+    return 0 if told[0].ok else 1
 
 
 if __name__ == "__main__":
