@@ -163,6 +163,7 @@ def member(rank, init, device, debug, situations):
     if debug == "1":
         for situation in situations:
             assert_told(told(rank, None, situation, device), situation)
+    assert_equal_calls_are_made(rank, device)  # the first use of a group tells the nodes of its ranks
     gathered = []
     gather = distributed.gather_values
     distributed.gather_values = lambda *args: (gathered.append(args), gather(*args))[1]
