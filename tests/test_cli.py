@@ -193,6 +193,18 @@ class TestRun:
         assert ran.returncode != 0
         assert "torchrun started" in json.loads(ran.stdout)["error"]
 
+    def test_a_rank_that_is_killed_or_stuck_is_named_within_the_limit(self):
+        """By what rank 0 prints, one object for each of the two."""
+        ran = start("-m", "tests.cli_program")
+        assert ran.returncode == 0, ran.stderr
+        rest = ran.stdout
+        for _ in range(2):
+            told, end = json.JSONDecoder().raw_decode(rest)
+            code, _, rest = rest[end:].strip().partition("\n")
+            assert told["ok"] is False and told["error"].startswith("DistError: rank 1 has died or is stuck: ")
+            assert code == "3"
+        assert "Traceback" not in ran.stderr
+
     @pytest.mark.gpu
     def test_virtual_ranks(self):
         ran = start("-m", "tileweave", "run", OP, "--ranks", "4", "--device", "cuda", "--json")

@@ -4,12 +4,14 @@ Three ways to run: in the world that torchrun made (one process per rank), in su
 itself (several GPUs), or in this process (emulated or virtual ranks).
 """
 
+import contextlib
 import math
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,9 +20,12 @@ import torch.distributed as dist
 import tileweave
 from tileweave.cli.environment import launched_by_torchrun, memory_bytes, tell_of_waiting, world_size
 from tileweave.cli.problem import CALLS, DTYPES, BadUsage, Problem
-from tileweave.fabric import MAX_RANKS
+from tileweave.fabric import MAX_RANKS, FabricTimeout
+from tileweave.fabric.processes import timeout_seconds
 from tileweave.ops.matmul_reduce_scatter import relative_error
 
+SPARE = 60.0  # seconds that a process may be behind the others, in compiling say, besides the kernels' timeout
+MEETING = 5.0  # seconds in which who is alive comes to a meeting
 FEW = 256  # elements of a result whose norm depends on chance, more than by a twentieth or so
 
 
@@ -109,19 +114,42 @@ def _run_in_processes(problem: Problem, device: str) -> dict[str, Any] | None:
         torch.cuda.set_device(place)
     _check_memory(problem, place, 1)  # rank 0 checks a call at a time, and then holds the operands of all ranks
     tell_of_waiting()
-    dist.init_process_group("nccl" if cuda else "gloo")
+    limit = timedelta(seconds=timeout_seconds() + SPARE)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=limit)
     try:
-        data = _Rank(problem, dist.get_rank(), place)
-        start = time.perf_counter()
-        data.run(None)
-        _synchronize(place)
-        tileweave.check(None, place)
-        dist.barrier()
-        seconds = time.perf_counter() - start
-        outs = [_gathered(out, problem) for out in data.outs]
-        return _report(problem, "processes", data.route, outs, place, seconds) if dist.get_rank() == 0 else None
-    finally:
-        dist.destroy_process_group()
+        report = _of_all_ranks(problem, place)
+    except FabricTimeout:
+        raise
+    except RuntimeError as error:  # of the group, which does not say who has not come
+        if missing := _missing_ranks():
+            ranks = f"rank {missing[0]} has died or is" if len(missing) == 1 else f"ranks {missing} have died or are"
+            raise dist.DistError(f"{ranks} stuck: {str(error).splitlines()[0]}") from error
+        raise
+    dist.destroy_process_group()  # not behind an error: a peer may be in a collective that nobody completes
+    return report
+
+
+def _of_all_ranks(problem: Problem, place: torch.device) -> dict[str, Any] | None:
+    """Run in a process of each rank and report, on rank 0."""
+    data = _Rank(problem, dist.get_rank(), place)
+    start = time.perf_counter()
+    data.run(None)
+    _synchronize(place)
+    tileweave.check(None, place)
+    dist.barrier()
+    seconds = time.perf_counter() - start
+    outs = [_gathered(out, problem) for out in data.outs]
+    return _report(problem, "processes", data.route, outs, place, seconds) if dist.get_rank() == 0 else None
+
+
+def _missing_ranks() -> list[int]:
+    """Ranks that do not come here, where who is alive comes when a peer does not."""
+    store, everybody = dist.distributed_c10d._get_default_store(), range(dist.get_world_size())
+    keys = [f"tileweave: rank {rank} is alive" for rank in everybody]
+    store.set(keys[dist.get_rank()], "")
+    with contextlib.suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=MEETING))
+    return [rank for rank in everybody if not store.check([keys[rank]])]
 
 
 def _gathered(out: torch.Tensor, problem: Problem) -> list[torch.Tensor]:
