@@ -21,12 +21,15 @@ TENSOR_COLUMNS = 512  # of 32 bits and TENSOR_LANES rows: the tensor memory of a
 TENSOR_LANES = 128
 
 
+BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # integers by their size
+
+
 class TensorMemory(Memory):
-    """An allocation in tensor memory; `written` tells which elements have been."""
+    """An allocation in tensor memory; `written_bytes` tells which bytes have been: all their bits are set."""
 
     def __init__(self, world, name: str, tensor: torch.Tensor):
         super().__init__(world, name, "tensor", tensor)
-        self.written_elements = torch.zeros_like(tensor, dtype=torch.bool)
+        self.written_bytes = torch.zeros(tensor.numel() * tensor.element_size(), dtype=torch.int8)
 
 
 class TensorView(View):
@@ -38,15 +41,18 @@ class TensorView(View):
         """`length` columns."""
         return super().slice(start, length, self.t.ndim - 1)
 
-    def _elements(self) -> torch.Tensor:
+    def _written(self) -> torch.Tensor:
+        """What `written_bytes` has for the elements."""
         assert isinstance(self.memory, TensorMemory)
         t = self.t
-        return self.memory.written_elements.as_strided(t.shape, t.stride(), t.storage_offset())
+        return self.memory.written_bytes.view(BYTES[t.element_size()]).as_strided(
+            t.shape, t.stride(), t.storage_offset()
+        )
 
     def read(self, agent, place: Place) -> torch.Tensor:
         """An agent's read. ProtocolError where nothing has been written."""
         self.memory.access("read", self.region, agent, place)
-        if not bool(self._elements().all()):
+        if not bool((self._written() == -1).all()):
             raise ProtocolError(f"tensor memory {self.memory.name} is read before anything has written it: {place}")
         return self.t
 
@@ -54,7 +60,7 @@ class TensorView(View):
         """An agent's write."""
         self.memory.access("write", self.region, agent, place)
         self.t.copy_(value)
-        self._elements().fill_(True)
+        self._written().fill_(-1)
 
 
 def allocate_tensor_memory(element_ty, shape, layout):

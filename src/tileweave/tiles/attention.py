@@ -53,6 +53,7 @@ from tileweave import lang as gl
 from tileweave.tiles.channel import Channel, make_channel
 
 NO_MASK = gl.constexpr(1 << 30)  # an offset by which every row sees all columns
+TENSOR_ROWS = gl.constexpr(128)  # of a consumer by tcgen05
 
 
 @gl.aggregate
@@ -107,6 +108,7 @@ def make_attention(
     1; STAGES counts blocks of K and of V, at least 3. `bounds` is any pointer unless PACKED."""
     DIMS: gl.constexpr = len(q_desc.block_shape)
     KV_DIMS: gl.constexpr = len(k_desc.block_shape)
+    READERS: gl.constexpr = 2 if q_desc.block_shape[DIMS - 2] == TENSOR_ROWS else 1
     q_bufs = gl.allocate_shared_memory(q_desc.dtype, [Q_BUFS * CONSUMERS] + q_desc.block_shape, q_desc.layout)
     kv_bufs = gl.allocate_shared_memory(k_desc.dtype, [STAGES] + k_desc.block_shape, k_desc.layout)
     numbers = gl.allocate_shared_memory(gl.int32, [Q_BUFS, 1], gl.MBarrierLayout())
@@ -117,7 +119,7 @@ def make_attention(
     for i in gl.static_range(CONSUMERS):
         gl.mbarrier_init(turns.index(i), count=1)
     return Attention(
-        q_desc, k_desc, v_desc, q_bufs, kv_bufs, numbers, make_channel(Q_BUFS, CONSUMERS),
+        q_desc, k_desc, v_desc, q_bufs, kv_bufs, numbers, make_channel(Q_BUFS, CONSUMERS * READERS),
         make_channel(STAGES, CONSUMERS), finished, turns, next, tiles, scale, group, bounds, CONSUMERS,
         q_desc.block_shape[DIMS - 2], k_desc.block_shape[KV_DIMS - 2], q_desc.block_shape[DIMS - 1], TAKE_TURNS, COMM_SMS,
         PACKED,
@@ -454,38 +456,3 @@ def store_role(work, MINE: gl.constexpr, LOCATE: gl.constexpr, STORE: gl.constex
         att.queries.consumer_wait(to)
         n = announced(att, to)
     END(work)
-
-
-@gl.jit
-def run_attention(
-    work, LOCATE: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT: gl.constexpr, BEFORE_Q: gl.constexpr,
-    LOAD_Q: gl.constexpr, BEFORE_KV: gl.constexpr, LOAD_KV: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr,
-    END: gl.constexpr, COMMUNICATE: gl.constexpr,
-):  # fmt: skip
-    """Run the roles. A consumer of 64 rows needs 232 registers for O, S and P of 128 columns, which leaves 40 for each
-    thread of the worker warps."""
-    CONSUMERS: gl.constexpr = work.attention.CONSUMERS
-    if gl.program_id(0) < work.attention.COMM_SMS:
-        COMMUNICATE(work)
-    elif CONSUMERS == 1:
-        gl.warp_specialize(
-            [
-                (consume_role, (work, 0, LOCATE, SEGMENTS, SEGMENT, EPILOGUE)),
-                (load_role, (work, LOCATE, SEGMENTS, SEGMENT, BEFORE_Q, LOAD_Q, BEFORE_KV, LOAD_KV)),
-                (store_role, (work, 0, LOCATE, STORE, END)),
-            ],
-            [1, 1],
-            [64, 64],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume_role, (work, 0, LOCATE, SEGMENTS, SEGMENT, EPILOGUE)),
-                (consume_role, (work, 1, LOCATE, SEGMENTS, SEGMENT, EPILOGUE)),
-                (load_role, (work, LOCATE, SEGMENTS, SEGMENT, BEFORE_Q, LOAD_Q, BEFORE_KV, LOAD_KV)),
-                (store_role, (work, 0, LOCATE, STORE, END)),
-                (store_role, (work, 1, LOCATE, STORE, END)),
-            ],
-            [4, 1, 1, 1],
-            [232, 40, 40, 40],
-        )

@@ -14,9 +14,11 @@ from tileweave.ops.attention import Tiling, attention
 LOOP = re.compile(r"\b(MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])")
 
 
-def compiled(dim, rows=4096, kv_heads=8, dtype="bfloat16", tiling=None, layout="bhsd", **options) -> dict:
+def compiled(
+    dim, rows=4096, kv_heads=8, dtype="bfloat16", tiling=None, layout="bhsd", core="wgmma", **options
+) -> dict:
     """One variant; `tiling` are fields of a Tiling."""
-    fabric, kind, heads = CompilingFabric(1), getattr(torch, dtype), 8
+    fabric, kind, heads = CompilingFabric(1, core), getattr(torch, dtype), 8
     shapes = ((2, heads, rows, dim), (2, kv_heads, 4096, dim), (2, kv_heads, 4096, dim))
     order = (0, 1, 2, 3) if layout == "bhsd" else (0, 2, 1, 3)
     given = [meta(*(shape[i] for i in order), dtype=kind) for shape in shapes]

@@ -1,7 +1,7 @@
 """Attention whose K and V come from several sources, as those of a ring do: what a kernel adds to the template for that."""
 
 from tileweave import lang as gl
-from tileweave.tiles.attention import NO_MASK, Attention, locate_tile, make_attention, run_attention
+from tileweave.tiles.attention import NO_MASK, Attention, locate_tile, make_attention
 from tileweave.tiles.attention_hooks import (
     load_q,
     no_communicator,
@@ -9,6 +9,7 @@ from tileweave.tiles.attention_hooks import (
     nothing_at_the_end,
     nothing_before_q,
 )
+from tileweave.tiles.attention_roles import run_attention
 
 
 @gl.aggregate

@@ -11,21 +11,23 @@ from tileweave.ops.contract import DTYPES, coreless
 
 NAME = "attention"
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, heads, rows and dim stand
-ROWS = 64  # of a consumer: what a warp group multiplies at once
-DIMS = (64, 128, 256)  # of a tile: a head's dimension is padded by TMA to the next of them
+ROWS = {"wgmma": 64, "tcgen05": 128}  # of a consumer: what its products have at once
+DIMS = {"wgmma": (64, 128, 256), "tcgen05": (64, 128)}  # of a tile: TMA pads a head's dimension to the next of them
 SHARED_BYTES = 227 * 1024 - 1024  # of a CTA, less what barriers take
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the kernel: `consumers` of 64 query rows each; `bn` rows of K and V in a block, of which `stages` are in
-    shared memory; `q_bufs` query tiles; whether consumers `take_turns` to issue their products."""
+    """Sizes of the kernel: `consumers` of ROWS query rows each; `bn` rows of K and V in a block, of which `stages` are in
+    shared memory; `q_bufs` query tiles; whether consumers `take_turns` to issue their products, by wgmma; the `core`, as
+    that of a Plan."""
 
     consumers: int = 2
     bn: int = 128
     stages: int = 5
     q_bufs: int = 2
     take_turns: bool = False
+    core: str = "wgmma"
 
 
 class Call(NamedTuple):
@@ -83,30 +85,33 @@ def check(
 
 def unsupported(fabric: Fabric, call: Call) -> str | None:
     """Why the kernel cannot compute a call; None if it can."""
-    if refusal := fabric.refusal() or coreless(("wgmma",), fabric.cores):
+    if refusal := fabric.refusal() or coreless(tuple(ROWS), fabric.cores):
         return refusal
-    if call.dim % 8 or call.dim > DIMS[-1]:
-        return f"heads have dimension {call.dim}: the kernel takes multiples of 8 up to {DIMS[-1]}"
+    most = DIMS[fabric.cores[0]][-1]
+    if call.dim % 8 or call.dim > most:
+        return f"heads have dimension {call.dim}: the kernel takes multiples of 8 up to {most}"
     return None
 
 
 def padded_dim(dim: int) -> int:
     """A tile's columns for heads of dimension `dim`."""
-    return next(d for d in DIMS if d >= dim)
+    return next(d for d in DIMS["wgmma"] if d >= dim)
 
 
-def tiling_for(call: Call) -> Tiling:
-    """The planner's choice, as far as there is one."""
-    consumers = 1 if call.rows <= ROWS else 2
-    if padded_dim(call.dim) == 64:
-        return Tiling(consumers, bn=128, stages=8)
-    if padded_dim(call.dim) == 128:
-        return Tiling(consumers, bn=128, stages=5)
-    return Tiling(consumers, bn=64, stages=5, q_bufs=1)
+def tiling_for(call: Call, core: str = "wgmma") -> Tiling:
+    """The planner's choice for a core, as far as there is one."""
+    consumers, dim = 1 if call.rows <= ROWS[core] else 2, padded_dim(call.dim)
+    if dim == 64:
+        return Tiling(consumers, bn=128, stages=8, core=core)
+    if dim == 128:
+        return Tiling(consumers, bn=128, stages=5 if core == "wgmma" or consumers == 1 else 3, core=core)
+    return Tiling(consumers, bn=64, stages=5, q_bufs=1, core=core)
 
 
-def check_tiling(call: Call, tiling: Tiling) -> None:
-    """ValueError unless a tiling can be."""
+def check_tiling(call: Call, tiling: Tiling, cores: tuple[str, ...] = tuple(ROWS)) -> None:
+    """ValueError unless a tiling can be, where there are these cores."""
+    if tiling.core not in ROWS or tiling.core not in cores:
+        raise ValueError(f"{NAME}: tiling.core must be {' or '.join(map(repr, cores))} here, got {tiling.core!r}")
     if tiling.consumers not in (1, 2):
         raise ValueError(f"{NAME}: tiling.consumers must be 1 or 2, got {tiling.consumers}")
     if tiling.bn not in (16, 32, 64, 128):
@@ -115,7 +120,14 @@ def check_tiling(call: Call, tiling: Tiling) -> None:
         raise ValueError(
             f"{NAME}: tiling needs at least 3 stages and 1 query buffer, got {tiling.stages} and {tiling.q_bufs}"
         )
-    row_bytes = padded_dim(call.dim) * call.dtype.itemsize
-    used = (tiling.q_bufs * tiling.consumers * ROWS + tiling.stages * tiling.bn) * row_bytes
+    if tiling.core == "tcgen05" and tiling.take_turns:
+        raise ValueError(f"{NAME}: tiling.take_turns must be False by 'tcgen05', got {tiling.take_turns}")
+    dim = padded_dim(call.dim)
+    if dim not in DIMS[tiling.core]:
+        raise ValueError(
+            f"{NAME}: heads have dimension {call.dim}, by tiling.core={tiling.core!r} it may be up to "
+            f"{DIMS[tiling.core][-1]}"
+        )
+    used = (tiling.q_bufs * tiling.consumers * ROWS[tiling.core] + tiling.stages * tiling.bn) * dim * call.dtype.itemsize
     if used > SHARED_BYTES:
         raise ValueError(f"{NAME}: {tiling} takes {used} bytes of shared memory, a CTA has {SHARED_BYTES} for it")

@@ -6,7 +6,7 @@
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.attention import Attention, locate_tile, make_attention, run_attention
+from tileweave.tiles.attention import Attention, locate_tile, make_attention
 from tileweave.tiles.attention_hooks import (
     load_kv,
     load_q,
@@ -18,6 +18,7 @@ from tileweave.tiles.attention_hooks import (
     nothing_before_q,
     one_segment,
 )
+from tileweave.tiles.attention_roles import run_attention
 
 
 @gl.aggregate

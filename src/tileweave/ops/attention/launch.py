@@ -67,8 +67,8 @@ def attention(
         call = check(q, k, v, causal, offset, scale, layout, return_lse)
         if why := unsupported(fabric, call):
             raise ValueError(f"{NAME}: {why}")
-        tiling = tiling or tiling_for(call)
-        check_tiling(call, tiling)
+        tiling = tiling or tiling_for(call, fabric.cores[0])
+        check_tiling(call, tiling, fabric.cores)
         if call.batch * call.heads * call.rows == 0 or call.cols == 0:
             return _nothing(call, q)
         prepared = prepare(fabric, call, tiling, layout, q, k, v)
@@ -130,8 +130,8 @@ def prepare(
 ) -> Prepared:
     """Everything of a launch but the tensors' data."""
     channel = fabric.channel(NAME, 0, 0)
-    dim = padded_dim(call.dim)
-    tiles = math.ceil(call.rows / (tiling.consumers * ROWS)) * call.batch * call.heads
+    dim, rows = padded_dim(call.dim), ROWS[tiling.core]
+    tiles = math.ceil(call.rows / (tiling.consumers * rows)) * call.batch * call.heads
     sizes = [(call.batch, call.heads, call.rows, call.dim)[i] for i in LAYOUTS[layout]]
     out = torch.empty(sizes, dtype=call.dtype, device=q.device).permute(LAYOUTS[layout])
     group = call.heads // call.kv_heads
@@ -151,7 +151,7 @@ def prepare(
         tiling.q_bufs,
         tiling.take_turns,
     )
-    blocks = (1, 1, ROWS, dim), (1, 1, tiling.bn, dim), (1, 1, tiling.bn, dim)
+    blocks = (1, 1, rows, dim), (1, 1, tiling.bn, dim), (1, 1, tiling.bn, dim)
     seen = [as_heads(x, layout) for x in (q, k, v)]
     operands = tuple(
         (Box(view, block), view.data_ptr() != x.data_ptr())

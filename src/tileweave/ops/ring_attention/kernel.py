@@ -34,13 +34,14 @@ A wait that times out makes the loader load K from beyond the slot, which TMA fi
 """
 
 from tileweave import lang as gl
-from tileweave.tiles.attention import NO_MASK, Attention, locate_tile, make_attention, packed_segment, run_attention
+from tileweave.tiles.attention import NO_MASK, Attention, locate_tile, make_attention, packed_segment
 from tileweave.tiles.attention_hooks import (
     log_sum_exp,
     no_communicator,
     normalize,
     nothing_before_q,
 )
+from tileweave.tiles.attention_roles import run_attention
 from tileweave.tiles.communicator import send_blocks
 from tileweave.tiles.exchange import NEXT, Sender, await_block, fetch_kv, finish, load_from, raise_flag, send_kv
 from tileweave.tiles.matmul import EPOCH, OWN_WORDS

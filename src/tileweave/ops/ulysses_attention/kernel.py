@@ -26,13 +26,13 @@ from tileweave.tiles.attention import (
     locate_tile,
     make_attention,
     packed_segment,
-    run_attention,
 )
 from tileweave.tiles.attention_hooks import (
     log_sum_exp,
     no_communicator,
     normalize,
 )
+from tileweave.tiles.attention_roles import run_attention
 from tileweave.tiles.communicator import send_blocks
 from tileweave.tiles.exchange import (
     NEXT,
