@@ -32,6 +32,12 @@ ALL_GATHER = {
     "float8 operands, largest tile": dict(dtype="float8_e4m3fn", tile=(128, 256, 128), stages=3, b_t=True),
 }
 OPS = {"matmul_reduce_scatter": REDUCE_SCATTER, "matmul_all_reduce": ALL_REDUCE, "all_gather_matmul": ALL_GATHER}
+ATTENTION = {
+    "causal, log-sum-exp, grouped heads": dict(dim=128, causal=True, return_lse=True, kv_heads=2),
+    "heads of 64, fp16, bshd": dict(dim=64, dtype="float16", layout="bshd"),
+    "few rows": dict(dim=128, rows=16),
+}
+ATTENTION_NAMES = tuple(f"attention: {name}" for name in ATTENTION)
 NAMES = tuple(f"{op}: {name}" for op, variants in OPS.items() for name in variants)
 PLANS = ("tile", "stages", "split", "schedule", "comm_sms")
 
@@ -40,12 +46,15 @@ def report(name: str) -> dict | list[dict]:
     """One variant, or one of the collectives; of matmul_reduce_scatter, without any field of a Plan, the planner's."""
     from tests import compiling
     from tests.ops.all_gather_matmul.compiling import compiled as gather
+    from tests.ops.attention.compiling import compiled as attention
     from tests.ops.compiling_collectives import report as collectives
     from tests.ops.matmul_all_reduce.compiling import compiled as reduce
 
     op, variant = name.split(": ")
     if op == "collectives":
         return collectives(variant, "tcgen05")
+    if op == "attention":
+        return attention(core="tcgen05", **ATTENTION[variant])
     options = dict(OPS[op][variant])
     if op == "matmul_reduce_scatter":
         fields = {key: options.pop(key) for key in PLANS if key in options}

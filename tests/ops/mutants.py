@@ -11,6 +11,7 @@ KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.p
 PHASES, MOVER, COMMUNICATOR = (f"tiles/{name}.py" for name in ("phases", "mover", "communicator"))
 REDUCER, SUMS = "tiles/reducer.py", "tiles/sums.py"
 TCGEN05 = "tiles/matmul_tcgen05.py"
+ATTENTION, ATTENTION_TCGEN05 = "tiles/attention.py", "tiles/attention_tcgen05.py"
 TEMPLATE = ("tiles/units.py", "tiles/matmul_wgmma.py", MATMUL)  # what an edit of MATMUL may be in
 
 
@@ -29,6 +30,7 @@ def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", tem
         *TEMPLATE[:-1],
         TCGEN05,
         template,
+        *((ATTENTION_TCGEN05, "tiles/attention_roles.py") if template == ATTENTION else ()),
         COMMUNICATOR,
         PHASES,
         MOVER,

@@ -1,7 +1,7 @@
 """The ops' kernels compile for sm_100a, by tcgen05, under the newest Triton (the one installed) and the oldest one."""
 
 from tests.compilers import NEWEST, SHARED_LIMIT, needs_triton, report, variants
-from tests.compiling_tcgen05 import NAMES
+from tests.compiling_tcgen05 import ATTENTION_NAMES, NAMES
 
 OLDEST = (
     "matmul_reduce_scatter: smallest tile, deterministic, shared tiles, eight ranks",
@@ -25,6 +25,19 @@ def test_a_variant_multiplies_by_tcgen05_alone(triton, name):
     assert r["tensor_columns"] == columns, "two accumulators"
     assert {128, 256} <= set(r["setmaxnreg"]), "of worker warps, and of the multiplier"
     assert r["UTMALDG"] >= 2 and r["UTMASTG"] >= 1
+
+
+@variants(ATTENTION_NAMES, ("attention: heads of 64, fp16, bshd",))
+def test_attention_multiplies_by_tcgen05_alone(triton, name):
+    r = report("tests.compiling_tcgen05", triton, name)
+    assert r["target"] == "sm_100a"
+    assert (r["stack"], r["STL"], r["LDL"]) == (0, 0, 0), "registers are spilled"
+    assert r["shared"] <= SHARED_LIMIT and (r["HGMMA"], r["QGMMA"]) == (0, 0)
+    consumers, dim = 1 if "few" in name else 2, 64 if "64" in name else 128
+    # 16 rows of K and columns of Q at a time; the first S, another one, O += P V of a block, of the last one
+    assert r["UTCHMMA"] == consumers * 2 * (dim // 16 + 128 // 16)
+    assert r["tensor_columns"] == 256 * consumers, "S, with P in its place, and O, as a power of two"
+    assert r["UTMALDG"] >= 3 and r["UTMASTG"] >= consumers
 
 
 def test_a_collective_that_sums():

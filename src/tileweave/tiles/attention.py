@@ -2,7 +2,7 @@
 
     loader       one warp: TMA loads of query tiles, and of K and V blocks into one ring
     consumer     a warp group for each 64 rows of a tile, one or two: S = Q K^T, the running softmax, O += P V, both wgmma; then the
-                 op's EPILOGUE
+                 op's EPILOGUE. Where a query's boxes have 128 rows, those of attention_tcgen05.py instead
     storer       a warp for each consumer: the op's STORE of its finished rows
     communicator whole CTAs below COMM_SMS that only run the op's COMMUNICATE role
 
@@ -25,7 +25,7 @@ G computing CTAs begins with tiles 0 to G - 1.
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
 | queries.ready | loader: which tile it is (shared memory), then TMA of its query | consumers, storers | mbarrier, CTA | Channel's phases |
-| queries.empty | every storer, its bulk store has read the buffer | loader | mbarrier, CTA | Channel's phases |
+| queries.empty | every storer, its bulk store has read the buffer (and whoever else reads which tile it is) | loader | mbarrier, CTA | Channel's phases |
 | ring.ready / empty | loader's TMA / every consumer, its wgmma has read the slot | consumers / loader | mbarrier, CTA | Channel's phases |
 | finished[c] of a query buffer | consumer c: O is in its part of it | storer c | mbarrier, CTA | the buffer is refilled only after the storer has released it |
 | turns[c] | the consumer before c: its products of a block have been issued | consumer c, before it issues its own (TAKE_TURNS) | mbarrier, CTA | each arrival is waited for before the next one of its kind |
@@ -53,7 +53,7 @@ from tileweave import lang as gl
 from tileweave.tiles.channel import Channel, make_channel
 
 NO_MASK = gl.constexpr(1 << 30)  # an offset by which every row sees all columns
-TENSOR_ROWS = gl.constexpr(128)  # of a consumer by tcgen05
+TENSOR_ROWS = gl.constexpr(128)  # of a consumer by tcgen05: a launch says by the boxes of its queries which core it wants
 
 
 @gl.aggregate
@@ -104,7 +104,7 @@ def make_attention(
     q_desc, k_desc, v_desc, next, tiles, scale, group, bounds, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     Q_BUFS: gl.constexpr, TAKE_TURNS: gl.constexpr, COMM_SMS: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
-    """Allocate buffers and barriers. The last two dimensions of the descriptors' boxes are ROWS x D and BN x D, all others
+    """Allocate buffers and barriers, for `run_attention` of attention_roles.py. The last two dimensions of the descriptors' boxes are ROWS x D and BN x D, all others
     1; STAGES counts blocks of K and of V, at least 3. `bounds` is any pointer unless PACKED."""
     DIMS: gl.constexpr = len(q_desc.block_shape)
     KV_DIMS: gl.constexpr = len(k_desc.block_shape)

@@ -1,4 +1,4 @@
-"""The attention template's consumers on tensor cores that work in tensor memory (tcgen05). Of each, one or two, there are
+"""The attention template's consumers, one or two, on tensor cores that work in tensor memory (tcgen05). For each there are
 
     consumer   four warps: the running softmax of its 128 rows, S out of tensor memory and P into it, and O there made
                smaller where a maximum has grown; then the op's EPILOGUE
@@ -51,8 +51,8 @@ class Products:
 @gl.jit
 def make_products(att):
     """Allocate them."""
-    S: gl.constexpr = gl.TensorMemoryLayout([att.ROWS, att.BN], 1)
-    O: gl.constexpr = gl.TensorMemoryLayout([att.ROWS, att.D], 1)
+    OF_S: gl.constexpr = gl.TensorMemoryLayout([att.ROWS, att.BN], 1)
+    OF_O: gl.constexpr = gl.TensorMemoryLayout([att.ROWS, att.D], 1)
     scored = gl.allocate_shared_memory(gl.int64, [att.CONSUMERS, 1], gl.MBarrierLayout())
     weighed = gl.allocate_shared_memory(gl.int64, [att.CONSUMERS, 1], gl.MBarrierLayout())
     added = gl.allocate_shared_memory(gl.int64, [att.CONSUMERS, 1], gl.MBarrierLayout())
@@ -61,8 +61,8 @@ def make_products(att):
         gl.mbarrier_init(weighed.index(i), count=1)
         gl.mbarrier_init(added.index(i), count=1)
     return Products(
-        gl.allocate_tensor_memory(gl.float32, [att.CONSUMERS, att.ROWS, att.BN], S),
-        gl.allocate_tensor_memory(gl.float32, [att.CONSUMERS, att.ROWS, att.D], O),
+        gl.allocate_tensor_memory(gl.float32, [att.CONSUMERS, att.ROWS, att.BN], OF_S),
+        gl.allocate_tensor_memory(gl.float32, [att.CONSUMERS, att.ROWS, att.D], OF_O),
         scored, weighed, added,
     )  # fmt: skip
 
@@ -100,9 +100,7 @@ def issue_sums(att, products, at, more, parity, MINE: gl.constexpr):
 
 
 @gl.jit
-def issue_role(
-    work, products, MINE: gl.constexpr, LOCATE: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT: gl.constexpr
-):
+def issue_role(work, products, MINE: gl.constexpr, LOCATE: gl.constexpr, SEGMENTS: gl.constexpr, SEGMENT: gl.constexpr):
     """Issuer: the products of a consumer's rows."""
     att = work.attention
     to, at, parity = att.queries.start(), att.ring.start(), 0

@@ -14,9 +14,7 @@ from tileweave.ops.attention import Tiling, attention
 LOOP = re.compile(r"\b(MUFU\.EX2|WARPGROUP\.DEPBAR\.LE gsb0, 0x[01])")
 
 
-def compiled(
-    dim, rows=4096, kv_heads=8, dtype="bfloat16", tiling=None, layout="bhsd", core="wgmma", **options
-) -> dict:
+def compiled(dim, rows=4096, kv_heads=8, dtype="bfloat16", tiling=None, layout="bhsd", core="wgmma", **options) -> dict:
     """One variant; `tiling` are fields of a Tiling."""
     fabric, kind, heads = CompilingFabric(1, core), getattr(torch, dtype), 8
     shapes = ((2, heads, rows, dim), (2, kv_heads, 4096, dim), (2, kv_heads, 4096, dim))

@@ -9,12 +9,11 @@ import pytest
 
 import tileweave as tw
 from tests.ops.attention.problems import assert_right, operands, run
-from tests.ops.mutants import put_edited
+from tests.ops.mutants import ATTENTION, put_edited
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.ops.attention import Tiling
 
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
-TEMPLATE = "tiles/attention.py"
 QUERY = "        att.queries.producer_wait(to)\n        announce(att, to, n)\n        bar ="
 LAST = "    att.queries.producer_wait(to)\n    announce(att, to, n)\n    att.queries.publish(to)\n"
 FIRST_S = "    s = gl.warpgroup_mma_wait(0, deps=[s])\n    att.ring.release(at)\n"
@@ -56,7 +55,7 @@ MUTANTS = {
     "first tiles drawn too": ([("return computing + drawn", "return drawn")], "RDPW"),
     "a tile is left out": ([("return computing + drawn", "return computing + 1 + drawn")], "W"),
     # rings
-    "queries released by one storer": ([("make_channel(Q_BUFS, CONSUMERS)", "make_channel(Q_BUFS, 1)")], "RDP"),
+    "queries released by one storer": ([("make_channel(Q_BUFS, CONSUMERS * READERS)", "make_channel(Q_BUFS, 1)")], "RDP"),
     "blocks released by one consumer": ([("make_channel(STAGES, CONSUMERS),", "make_channel(STAGES, 1),")], "RP"),
     "one barrier for both consumers' rows": ([("att.finished.index(to.slot * att.CONSUMERS + MINE)", "att.finished.index(to.slot * att.CONSUMERS)")], "RDPW"),
     "one barrier for all query buffers": ([("att.finished.index(to.slot * att.CONSUMERS + MINE)", "att.finished.index(MINE)")], "RDPW"),
@@ -134,7 +133,7 @@ def judge(turns, expected):
 @pytest.mark.parametrize("turns, name, case", CASES, ids=[name for _, name, _ in CASES])
 def test_an_edit_is_judged_rightly(turns, name, case, monkeypatch, tmp_path):
     edits, expected = case
-    put_edited(TEMPLATE, edits, monkeypatch, tmp_path, "attention", TEMPLATE)
+    put_edited(ATTENTION, edits, monkeypatch, tmp_path, "attention", ATTENTION)
     judge(turns, expected)
 
 

@@ -17,7 +17,8 @@ def put_edited(op, edits, monkeypatch, folder):
 
     `folder`: where the copies are written.
     """
-    paths = {"attention": "tiles/attention.py", "exchange": "tiles/exchange.py", "kernel": f"ops/{op}/kernel.py"}
+    names = ("attention", "attention_tcgen05", "attention_roles", "exchange")
+    paths = {**{name: f"tiles/{name}.py" for name in names}, "kernel": f"ops/{op}/kernel.py"}
     texts = {name: (SOURCES / path).read_text() for name, path in paths.items()}
     for old, new in edits:
         count = sum(text.count(old) for text in texts.values())
@@ -25,7 +26,7 @@ def put_edited(op, edits, monkeypatch, folder):
         texts = {name: text.replace(old, new) for name, text in texts.items()}
     for name, text in texts.items():
         module_name = f"mutant_{folder.name}_{name}"
-        for shared in ("attention", "exchange"):
+        for shared in names:
             text = text.replace(f"from tileweave.tiles.{shared} import", f"from mutant_{folder.name}_{shared} import")
         target = folder / f"{module_name}.py"
         target.write_text(text)

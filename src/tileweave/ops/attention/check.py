@@ -18,9 +18,9 @@ SHARED_BYTES = 227 * 1024 - 1024  # of a CTA, less what barriers take
 
 @dataclass(frozen=True)
 class Tiling:
-    """Sizes of the kernel: `consumers` of ROWS query rows each; `bn` rows of K and V in a block, of which `stages` are in
-    shared memory; `q_bufs` query tiles; whether consumers `take_turns` to issue their products, by wgmma; the `core`, as
-    that of a Plan."""
+    """Sizes of the kernel: `consumers` of ROWS query rows each; `bn` rows of K and V in a block, of which `stages` are
+    in shared memory; `q_bufs` query tiles; whether consumers `take_turns` to issue their products, by wgmma; the
+    `core`, as that of a Plan."""
 
     consumers: int = 2
     bn: int = 128
@@ -128,6 +128,7 @@ def check_tiling(call: Call, tiling: Tiling, cores: tuple[str, ...] = tuple(ROWS
             f"{NAME}: heads have dimension {call.dim}, by tiling.core={tiling.core!r} it may be up to "
             f"{DIMS[tiling.core][-1]}"
         )
-    used = (tiling.q_bufs * tiling.consumers * ROWS[tiling.core] + tiling.stages * tiling.bn) * dim * call.dtype.itemsize
+    rows = tiling.q_bufs * tiling.consumers * ROWS[tiling.core] + tiling.stages * tiling.bn
+    used = rows * dim * call.dtype.itemsize
     if used > SHARED_BYTES:
         raise ValueError(f"{NAME}: {tiling} takes {used} bytes of shared memory, a CTA has {SHARED_BYTES} for it")
