@@ -3,8 +3,8 @@
 All ranks make their calls in one order. Inductor puts a graph's calls into the order that needs least memory, which
 depends on sizes: ranks with shards of different sizes would each get another order, and wait for each other in vain. It
 leaves torch.distributed's own collectives in the program's order, which it knows by their type. Operators of others are
-to it like any function, so each of ours is lowered with a dependence on the one before it. Between ours and those of
-torch.distributed in the same graph no order is kept.
+to it like any function, so each of ours is lowered with a dependence on the call before it, and so is each of
+torch.distributed's, behind ours.
 """
 
 import importlib
@@ -20,7 +20,8 @@ import torch
 LIBRARY = torch.library.Library("tileweave", "FRAGMENT")
 TAGS = (torch.Tag.pt2_compliant_tag,)
 _LOWERING = "torch._inductor.lowering"
-_latest: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by Inductor's graph: the buffer of its latest call of ours
+_DISTRIBUTED = "_c10d_functional"  # the namespace of torch.distributed's collectives
+_latest: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by Inductor's graph: the buffer of its latest call
 _ordered: set[torch._ops.OpOverload] = set()
 _registering = threading.Lock()  # a call that is put behind itself would wait for ever
 
@@ -52,26 +53,37 @@ def _keep_order(operator: torch._ops.OpOverload) -> None:
             return
         if operator not in lowering.lowerings:
             lowering.make_fallback(operator, warn=False)
-        lowering.lowerings[operator] = _in_order(operator, lowering.lowerings[operator], lowering)
-        _ordered.add(operator)
+        others = [each for each in lowering.lowerings if _of_distributed(each) and each not in _ordered]
+        for each in (operator, *others):
+            lowering.lowerings[each] = _in_order(each, lowering.lowerings[each], lowering)
+            _ordered.add(each)
+
+
+def _of_distributed(operator: Any) -> bool:
+    """Whether it is a collective of torch.distributed in a compiled graph, and no wait for one."""
+    name = operator.name() if isinstance(operator, torch._ops.OpOverload) else ""
+    return name.startswith(f"{_DISTRIBUTED}::") and name != f"{_DISTRIBUTED}::wait_tensor"
 
 
 def _in_order(operator: torch._ops.OpOverload, lower: Callable, lowering: Any) -> Callable:
-    """`lower` of an operator, behind the call before it. RuntimeError where Inductor has no such thing."""
+    """`lower` of an operator, behind the call before it. RuntimeError where Inductor has no such thing for ours."""
 
+    @wraps(lower)
     def lower_in_order(*args: Any, **kwargs: Any) -> Any:
         graph = lowering.V.graph
         earlier = len(graph.operations)
         result = lower(*args, **kwargs)
-        calls = [made for made in graph.operations[earlier:] if getattr(made, "op_overload", None) is operator]
-        if not calls or not hasattr(graph, "additional_buffer_deps"):
+        made = [(each, getattr(each, "op_overload", None)) for each in graph.operations[earlier:]]
+        calls = [each for each, overload in made if overload is operator or _of_distributed(overload)]
+        if calls and hasattr(graph, "additional_buffer_deps"):
+            if graph in _latest:
+                graph.additional_buffer_deps[calls[0].get_operation_name()].add(_latest[graph])
+            _latest[graph] = calls[-1].get_name()
+        elif not _of_distributed(operator):
             raise RuntimeError(
                 f"{operator}: Inductor of torch {torch.__version__} cannot be told to keep the order of calls, without "
                 "which ranks may wait for each other in vain; torch.compile(..., backend='aot_eager') keeps it"
             )
-        if graph in _latest:
-            graph.additional_buffer_deps[calls[0].get_operation_name()].add(_latest[graph])
-        _latest[graph] = calls[0].get_name()
         return result
 
     return lower_in_order
