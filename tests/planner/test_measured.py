@@ -1,23 +1,64 @@
 """Predictions and choices beside every measured median of the fused matmuls in docs/figures."""
 
+import json
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 
-from tileweave.bench import planner_page
+from tileweave.bench import fit_between, nccl_curves, planner_page
 from tileweave.bench.predictions import FILES, PLANNERS, points, summary, whole_problem
 from tileweave.ops.all_gather_matmul.check import settle
 from tileweave.ops.contract import Like, Site
 
 POINTS = points()
+CHOICES = fit_between.choices(POINTS)
 
 
-def test_predictions_are_within_ten_percent_in_the_median():
-    assert len(POINTS) >= 60
-    assert statistics.median(abs(each.error) for each in POINTS) < 0.10
+def test_predictions_are_within_five_percent_in_the_median():
+    """10% was asked for. Between two GPUs the worst is that of a schedule that is never taken."""
+    assert len(POINTS) == 225
+    assert statistics.median(abs(each.error) for each in POINTS) < 0.05
     linked = [each for each in POINTS if each.file in FILES[:2]]
-    assert all(abs(each.error) < 0.30 for each in linked), summary(linked)
+    assert all(abs(each.error) < 0.24 for each in linked), summary(linked)
+    chosen = [each for each in POINTS if each.file == FILES[0]]
+    assert statistics.median(abs(each.error) for each in chosen) < 0.035
+    assert all(abs(each.error) < 0.12 for each in chosen), summary(chosen)
+
+
+def test_plans_that_were_measured_between_gpus_stay_as_they_were():
+    """Tile, stages, sharing and communicators too: another plan needs a measurement that says so."""
+    kept = json.loads((Path(__file__).parent / "plans_2xH200.json").read_text())
+    assert len(kept) == 37
+    for op, sizes, *plan in kept:
+        _, found = PLANNERS[op].candidates(whole_problem(op, *sizes, 2))[0]
+        now = [
+            found.mechanism, found.schedule, list(found.tile), found.stages, found.split, found.comm_sms
+        ]  # fmt: skip
+        assert now == plan, (op, sizes)
+
+
+@pytest.mark.parametrize("name", fit_between.CONSTANTS)
+def test_the_constants_are_what_the_committed_fit_gives(name, monkeypatch):
+    """No step of a tenth brings predictions nearer by more than the fit's own end, and leaves the plans."""
+    monkeypatch.setattr(fit_between.CONSTANTS[name], name, fit_between.value(name))
+    before = fit_between.loss(POINTS)
+    after = fit_between.improve(name, POINTS, CHOICES, steps=(0.9, 1.1))
+    assert after > (1 - 2 * fit_between.ENOUGH) * before, fit_between.value(name)
+
+
+def test_what_nccl_takes_in_the_profiles_is_what_was_measured_of_it_alone():
+    """The points of the committed figures; two runs of different programs agree where both have a size."""
+    for name in nccl_curves.hardware.SHIPPED:
+        profile = json.loads((nccl_curves.PROFILES / f"{name}.json").read_text())
+        assert nccl_curves.filled(profile) == profile, "python -m tileweave.bench.nccl_curves"
+    for kind in ("all_gather", "reduce_scatter"):
+        rates = [
+            {each["total_bytes"]: each["gb_per_s"] for each in of(kind)}
+            for of in (nccl_curves.alone, nccl_curves.probed)
+        ]
+        assert rates[0][8 << 20] == pytest.approx(rates[1][8 << 20], rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -27,17 +27,31 @@ FILES = ("between_2xH200", "scopes_2xH200", *(f"{op}_virtual_1xH200" for op in P
 
 @dataclass(frozen=True)
 class Point:
-    """One measured median beside its prediction, in microseconds. shape: M x N x K as the file has it; way: mechanism,
-    schedule and communicators, or the plain way; chosen: whether the planner chose it."""
+    """One measured median beside its prediction, in microseconds. shape: M x N x K as the file has it; problem: of the
+    op's planner; plan: None for the plain way; chosen: whether the planner chose it."""
 
     file: str
     op: str
     world: int
     shape: str
-    way: str
-    predicted_us: float
+    problem: Any
+    plan: Plan | None
     measured_us: float
     chosen: bool
+
+    @property
+    def way(self) -> str:
+        """Mechanism, schedule and communicators, or the plain way."""
+        plan = self.plan
+        return f"{plan.mechanism} {plan.schedule} {plan.comm_sms}" if plan else "torch.mm + NCCL"
+
+    @property
+    def predicted_us(self) -> float:
+        """By the cost model as it is now."""
+        planner = PLANNERS[self.op]
+        if self.plan is None:
+            return planner.plain(self.problem).total_us
+        return planner.cost_of(self.problem, self.plan, tiling_of(self.plan)).total_us
 
     @property
     def error(self) -> float:
@@ -77,20 +91,13 @@ def _rows(file: str) -> list[dict]:
     return json.loads((FIGURES / f"{file}.json").read_text())["rows"]
 
 
-def _way(plan: Plan) -> str:
-    return f"{plan.mechanism} {plan.schedule} {plan.comm_sms}"
-
-
 def _between() -> Iterator[Point]:
     for row in _rows("between_2xH200"):
         op, sizes = row["op"], (row["m"], row["n"], row["k"])
         problem = whole_problem(op, *sizes, row["world"])
-        shape = " x ".join(map(str, sizes))
-        predicted, plan = PLANNERS[op].candidates(problem)[0]
-        measured = row["us"]["tileweave"][0]
-        yield Point("between_2xH200", op, row["world"], shape, _way(plan), predicted, measured, True)
-        plain = PLANNERS[op].plain(problem).total_us
-        yield Point("between_2xH200", op, row["world"], shape, "torch.mm + NCCL", plain, row["us"]["nccl"][0], False)
+        of = "between_2xH200", op, row["world"], " x ".join(map(str, sizes)), problem
+        yield Point(*of, PLANNERS[op].candidates(problem)[0][1], row["us"]["tileweave"][0], True)
+        yield Point(*of, None, row["us"]["nccl"][0], False)
 
 
 def _scopes() -> Iterator[Point]:
@@ -99,8 +106,7 @@ def _scopes() -> Iterator[Point]:
         problem = whole_problem(op, size, size, size, row["world"])
         for name, us in row["us"].items():
             plan = Plan(**row["plans"][name])
-            predicted = PLANNERS[op].cost_of(problem, plan, tiling_of(plan)).total_us
-            yield Point("scopes_2xH200", op, row["world"], f"{size}^3", _way(plan), predicted, us[0], False)
+            yield Point("scopes_2xH200", op, row["world"], f"{size}^3", problem, plan, us[0], False)
 
 
 def _virtual() -> Iterator[Point]:
@@ -109,10 +115,8 @@ def _virtual() -> Iterator[Point]:
         for row in _rows(file):
             world, sizes = row["world"], (row["m"], row["n"], row["k_local"])
             problem = problem_of(op, *sizes, world, linked=False, sms=H200.sms // world)
-            plan = Plan(**row["plan"])
-            predicted = PLANNERS[op].cost_of(problem, plan, tiling_of(plan)).total_us
             measured = row["us"]["fused"][0] if "us" in row else 1e3 * row["ms"]["fused"][0]
-            yield Point(file, op, world, " x ".join(map(str, sizes)), _way(plan), predicted, measured, True)
+            yield Point(file, op, world, " x ".join(map(str, sizes)), problem, Plan(**row["plan"]), measured, True)
 
 
 def summary(of: list[Point]) -> str:

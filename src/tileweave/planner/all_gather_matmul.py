@@ -18,10 +18,11 @@ COPYING_RANKS = 64  # that the copy engine's channel has flags for
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
 # prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
+BESIDE = 0.0384  # as SLOWING, of a product by what communicators or the copy engine move; between two H200s
+LAST_SHARE = 0.114  # of a tile, what the last ones wait for their rows; between two H200s
 OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
-COPY_SLOWING = 0.15  # as SLOWING, of a product by copies of the copy engine
-FIRST_US = 10.0  # what passes until the first rows are gone, where nothing is multiplied meanwhile; between two H200s
-WAVE_US = 6.0  # one shot, of each wave behind the first, and of more than one row of tiles; between two H200s
+FIRST_US = 8.0  # what passes until the first rows are gone; between two H200s
+WAVE_US = 4.8  # one shot, of each wave behind the first, and of more than one row of tiles; between two H200s
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,8 @@ def _alone(problem: Problem, plan: Plan) -> core.Problem:
 def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H200) -> Cost:
     """What a call takes, compute in whole waves of tiles.
 
-    Inter-SM the product goes on while rows travel, and ends with the tiles of the rows that come last. Intra-SM each
+    Inter-SM the product goes on while rows travel, which communicators and the copy engine let it nearly undisturbed,
+    and ends with the tiles of the rows that come last. Intra-SM each
     column of tiles loads the peers' rows over the link. In the schedules "none" and "one_shot" communication and
     computation follow one another; one shot, a rank sends its rows to itself too. Unless rows are joined, a source's
     tiles read all of b again where a wave has more than it has rows of tiles. Measured one shot between two
@@ -149,8 +151,10 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
             first = WAVE_US * again - hardware.launch_us
         return Cost(compute, memory, 0.0, exchange + first + send, hardware.sync_us)
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
-    slowing = COPY_SLOWING if plan.mechanism == "copy_engine" else SLOWING
-    return Cost(compute, memory, send + last, exchange, hardware.sync_us, slowing)
+    slowing = SLOWING if plan.schedule == "intra_sm" else BESIDE
+    delaying = BESIDE if plan.mechanism == "copy_engine" else SLOWING
+    exposed = exchange + LAST_SHARE * last
+    return Cost(compute, memory, FIRST_US + send + last, exposed, hardware.sync_us, slowing, delaying)
 
 
 def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:

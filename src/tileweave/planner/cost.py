@@ -2,8 +2,8 @@
 
     T = T_launch + max(T_compute, T_memory, T_communicate) + T_exposed + T_sync
 
-with two corrections that measurements ask for: a launch is part of each term that it delays, and what runs beside that
-which bounds a kernel slows it by SLOWING of its own time.
+with corrections that measurements ask for: a launch is part of each term that it delays, what runs beside that which
+bounds a kernel slows it by a part of its own time, and a product is faster at first than for long, see `Tiling`.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ ERROR = 0.10  # of a prediction, in about half of all cases: docs/planner.md
 class Cost:
     """The terms of a call in microseconds. compute_us, memory_us, communicate_us: what goes on at once, each with the
     launch before it, 0 for what does not occur; exposed_us: what nothing hides; sync_us: flags; slowing: of a
-    product by what travels beside it, or the other way round."""
+    product by what travels beside it; delaying: the other way round."""
 
     compute_us: float
     memory_us: float
@@ -29,12 +29,13 @@ class Cost:
     exposed_us: float = 0.0
     sync_us: float = 0.0
     slowing: float = SLOWING
+    delaying: float = SLOWING
 
     @property
     def total_us(self) -> float:
         """T."""
         multiply = overlapped(self.compute_us, self.memory_us)
-        slowed = max(multiply, self.communicate_us) + self.slowing * min(multiply, self.communicate_us)
+        slowed = max(multiply + self.slowing * self.communicate_us, self.communicate_us + self.delaying * multiply)
         return slowed + self.exposed_us + self.sync_us
 
     @property

@@ -33,7 +33,9 @@ Way = tuple[str, str, int]  # mechanism, schedule, communicators
 AGREED = ("mechanism", "schedule", "tile", "stages", "split", "comm_sms", "core")  # of a plan on all ranks
 COMM_SMS = (4, 8, 16, 24)  # communicators that are tried inter-SM
 SCHEDULES = ("intra_sm", "inter_sm", "one_shot", "none")  # of matmul + reduce-scatter
-INTER_SHARE = 0.8  # of what communicators can push, those of inter-SM, which read what was just stored; measured
+TAIL = 0.71  # of what a wave of tiles sends: of the last one, which nothing hides; between two H200s
+WAVE_TILE = 128 * 256  # elements of a tile of such a wave; of smaller tiles several are done at about the same time
+INTER_SHARE = 0.84  # of what communicators can push, those of inter-SM, which read what was just stored; measured
 OWN_FLAGS, OWN_WORDS = 128, 126  # of a rank's flags and state: those that an op may use as it likes
 
 
@@ -212,9 +214,9 @@ def unshareable(problem: Problem, plan: Plan) -> str | None:
 
 
 def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H200) -> Cost:
-    """What a call takes, compute in whole waves of tiles. Intra-SM, tiles travel while others are computed. Inter-SM
-    they do too, but those of the last block. One shot, the sums of all come behind the tiles; in the schedule "none"
-    so does what travels."""
+    """What a call takes, compute in whole waves of tiles. Intra-SM, tiles travel while others are computed, but
+    those of the last wave. Inter-SM they do too, but those of the last block. One shot, the sums of all come behind the
+    tiles; in the schedule "none" so does what travels."""
     tiles, rows = count_tiles(problem, plan), problem.m // problem.world
     sms = problem.sms - plan.comm_sms
     k_steps = max(1, -(-problem.k // plan.tile[2]))
@@ -230,6 +232,9 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     sent = problem.m * problem.n * problem.message_bytes * (problem.world - 1) / problem.world
     link = hardware.launch_us + sent / (hardware.link_gb_per_s * 1e3) if problem.linked and problem.world > 1 else 0.0
     exposed = tiling.exchange_us(tiles, plan.split, sms)
+    if plan.schedule in ("intra_sm", "one_shot") and link:
+        waves = math.ceil(problem.m * problem.n / (WAVE_TILE * sms))
+        exposed += TAIL * (link - hardware.launch_us) / waves
     if plan.schedule == "inter_sm":
         link = hardware.launch_us + sent / (INTER_SHARE * push_rate(plan.mechanism, plan.comm_sms, hardware))
         exposed += link / (blocks_of(problem, plan)[1] * problem.world)

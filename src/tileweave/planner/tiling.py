@@ -22,7 +22,11 @@ CORE_ROWS = 128  # of an accumulator in tensor memory
 LANE_COLS = 8  # elements of 16 bits in a 16-byte access
 IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first,
 LANE_VECTORS = 4  # and how many of them go into sums of their own, which take registers
-SLOWING = 0.2  # of what bounds a kernel by what does not
+SLOWING = 0.2  # of what bounds a kernel by what does not,
+WAITING = 0.0475  # and of device memory by tensor cores; between two H200s
+# By how much a product is faster at first than when power limits the GPU, and how soon that is, as an exponential. The
+# sweeps were taken in long runs; between two H200s one of 90 us took 13% less than they say, one of 6 ms as long.
+BURST, BURST_US = 0.147, 1310.0
 Tile = tuple[int, int, int]
 
 
@@ -64,7 +68,7 @@ def box_rows(m: int, rows: int) -> int:
 @dataclass(frozen=True)
 class Tiling:
     """A tile configuration, and what it takes on a CTA in microseconds: a launch, a K step, a tile's beginning and end,
-    the exchange of a tile that several CTAs share. Fitted to measurements on all SMs of an H200; elsewhere: `on`."""
+    the exchange of a tile that several CTAs share. Fitted to long runs on all SMs of an H200; elsewhere: `on`."""
 
     tile: Tile
     stages: int
@@ -83,7 +87,8 @@ class Tiling:
     def compute_us(self, tiles: int, k_steps: int, split: int, sms: int) -> float:
         """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand, without exchanges."""
         launch, steps, ends, _ = work_of(tiles, k_steps, split, sms)
-        return self.launch_us * launch + self.step_us * steps + self.tile_us * ends
+        steady = self.launch_us * launch + self.step_us * steps + self.tile_us * ends
+        return steady * (1 - BURST * math.exp(-steady / BURST_US))
 
     def exchange_us(self, tiles: int, split: int, sms: int) -> float:
         """Predicted time of the exchanges of shared tiles, which nothing hides."""
@@ -111,8 +116,8 @@ def operand_bytes(m: int, n: int, k: int, tile: Tile, sms: int, hardware: Hardwa
 
 
 def overlapped(compute_us: float, memory_us: float) -> float:
-    """Time of two things at once, each of which slows the other a little."""
-    return max(compute_us, memory_us) + SLOWING * min(compute_us, memory_us)
+    """Time of a product whose operands come from device memory meanwhile, each of which slows the other a little."""
+    return max(compute_us + SLOWING * memory_us, memory_us + WAITING * compute_us)
 
 
 def columns_at_once(sources: int, rows: int, n: int, sms: int, whole_rows: bool = False) -> int:
