@@ -14,10 +14,13 @@ from tileweave.ops.nodes import gathered, padded, pieces, reduced, scattered
 PROGRAM = [sys.executable, "-m", "tests.ops.nodes_program"]
 
 
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def started(tmp_path, *arguments):
-    return subprocess.run(
-        [*PROGRAM, f"file://{tmp_path}/init", *arguments], capture_output=True, text=True, timeout=240
-    )
+    command = [*PROGRAM, f"file://{tmp_path}/init", *arguments]
+    env = os.environ | ({} if "cuda" in arguments else NO_GPU)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +47,12 @@ def test_ranks_that_share_a_gpu(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.multigpu
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-def test_kernels_inside_and_nccl_between(tmp_path):
-    done = started(tmp_path, "cuda", "nccl", "4")
-    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(4)), done.stderr
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_kernels_inside_and_nccl_between(ranks, tmp_path):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs")
+    done = started(tmp_path, "cuda", "nccl", str(ranks))
+    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(ranks)), done.stderr
 
 
 @pytest.fixture
@@ -83,7 +88,7 @@ def test_network_namespaces_as_nodes(namespaces):
     running = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *PROGRAM, init, "cpu", "gloo", "4", str(2 * i), str(2 * i + 1)],
-            env=os.environ | {"GLOO_SOCKET_IFNAME": device},
+            env=os.environ | NO_GPU | {"GLOO_SOCKET_IFNAME": device},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
