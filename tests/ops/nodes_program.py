@@ -173,7 +173,7 @@ def says(group, mine, world):
 
 
 def sends(group, mine, world):
-    """What crosses between nodes, in bytes of a rank: no more than has to."""
+    """What crosses between nodes, in bytes of a rank: no more than has to, cut where it is large."""
     count, sent, real = fabric_of(group, DEVICE).nodes.count, [], (Nodes.exchange, Nodes.gather, Nodes.all_reduce)
 
     def exchange(self, x, to, source):
@@ -190,17 +190,23 @@ def sends(group, mine, world):
 
     Nodes.exchange, Nodes.gather, Nodes.all_reduce = exchange, gather, all_reduce
     try:
-        a, b, _ = operands(world, 1024 * world, 264, 8, 0, device=DEVICE)
-        share = 1024 * 264 * 2
-        for call, expected in (
-            (lambda: tw.matmul_reduce_scatter(a[mine], b[mine], group), (count - 1) * share),
-            (lambda: tw.all_gather_matmul(a[mine], b[mine], group), (count - 1) * a[mine].nbytes),
-            (lambda: tw.matmul_all_reduce(a[mine], b[mine], group), 2 * (count - 1) * share),
-        ):
+        a, b, _ = operands(world, 1024 * world, 520, 8, 0, device=DEVICE)
+        rows, w, _ = gathered_operands(world, 1030, (0, 8), 512, 1, device=DEVICE)
+        share, cut, whole = 1024 * 520 * 2, 2 if count < 4 else 1, reference(a, b)
+        for call, expected, messages, truth in (
+            (
+                lambda: tw.matmul_reduce_scatter(a[mine], b[mine], group),
+                (count - 1) * share, (count - 1) * cut, whole.chunk(world)[mine],
+            ),
+            (
+                lambda: tw.all_gather_matmul(rows[mine], w[mine], group)[1],
+                (count - 1) * rows[mine].nbytes, (count - 1) * cut, gathered_product(rows, w[mine][1]),
+            ),
+            (lambda: tw.matmul_all_reduce(a[mine], b[mine], group), 2 * (count - 1) * share, 4, whole),
+        ):  # fmt: skip
             sent.clear()
-            call()
-            assert sum(sent) == expected, (sent, expected)
-            assert len(sent) == max(count - 1, 4 if expected == 2 * (count - 1) * share else 1)
+            near(call(), truth, world)
+            assert (sum(sent), len(sent)) == (expected, messages), (sent, expected)
     finally:
         Nodes.exchange, Nodes.gather, Nodes.all_reduce = real
 

@@ -9,7 +9,7 @@ import torch
 
 from tests.ops.nodes_program import situations
 from tileweave.fabric.nodes import unevenness
-from tileweave.ops.nodes import gathered, padded, pieces, reduced, scattered
+from tileweave.ops.nodes import cut_for, gathered, padded, pieces, reduced, scattered
 
 PROGRAM = [sys.executable, "-m", "tests.ops.nodes_program"]
 
@@ -137,24 +137,31 @@ class Told:
 def test_a_part_travels_while_the_next_is_computed():
     nodes = Told(3, 1)
 
-    def part_for(node):
-        nodes.log.append(f"make {node}")
+    def part_for(node, piece):
+        nodes.log.append(f"make {node} {piece.start}")
         return torch.tensor(10 + node)
 
-    assert [int(part) for part in scattered(nodes, part_for)] == [0, 11, 2]
-    assert nodes.log == ["make 2", "12 to 2", "make 0", "10 to 0", "make 1", "from 0", "from 2"]
+    assert scattered(nodes, part_for) == [[0], [11], [2]]
+    assert nodes.log == ["make 2 None", "12 to 2", "make 0 None", "10 to 0", "make 1 None", "from 0", "from 2"]
+    nodes = Told(2, 0)
+    assert scattered(nodes, part_for, [slice(0, 1), slice(1, 2)]) == [[10], [1, 1]]
+    assert nodes.log == ["make 1 0", "11 to 1", "make 1 1", "11 to 1", "make 0 None", "from 1", "from 1"]
 
 
 def test_all_shards_travel_while_the_own_is_used():
     nodes = Told(3, 1)
 
-    def use(shards):
-        nodes.log.append(f"use {[int(shard) for shard in shards]}")
-        return int(shards[0])
+    def use(node, piece, shards):
+        nodes.log.append(f"use {[int(shard) for shard in shards]} of {node} {piece.start}")
 
-    assert gathered(nodes, [torch.tensor(1), torch.tensor(7)], use) == [0, 1, 2]
-    first = ["1 to 0", "7 to 0", "1 to 2", "7 to 2", "use [1, 7]"]
-    assert nodes.log == [*first, "from 2", "from 2", "use [2, 2]", "from 0", "from 0", "use [0, 0]"]
+    gathered(nodes, [torch.tensor([1]), torch.tensor([7])], use)
+    first = ["1 to 0", "7 to 0", "1 to 2", "7 to 2", "use [1, 7] of 1 None"]
+    others = [["from 2", "from 2", "use [2, 2] of 2 None"], ["from 0", "from 0", "use [0, 0] of 0 None"]]
+    assert nodes.log == [*first, *others[0], *others[1]]
+    nodes = Told(2, 0)
+    gathered(nodes, [torch.tensor([[5], [6]])], lambda *told: nodes.log.append(told[:2]), [slice(0, 1), slice(1, 2)])
+    arrivals = ["from 1", (1, slice(0, 1)), "from 1", (1, slice(1, 2))]
+    assert nodes.log == ["5 to 1", "6 to 1", (0, slice(None)), *arrivals]
 
 
 def test_sums_of_shares():
@@ -168,8 +175,10 @@ def test_sums_of_shares():
 def test_pieces_are_whole_shares():
     for size in (1, 7, 8, 100, 4099):
         for each in (1, 2, 8):
-            cut = pieces(size, each, 16)
-            assert [i for part in cut for i in range(size)[part]] == list(range(size))
-            assert all((part.stop - part.start) % each == 0 for part in cut[:-1])
-            assert len(cut) <= 4 and (len(cut) == 1 or size >= 2 * 16 * each)
+            for count in (0, 1, 3):
+                cut = pieces(size, each, count)
+                assert [i for part in cut for i in range(size)[part]] == list(range(size))
+                assert all((part.stop - part.start) % each == 0 for part in cut[:-1]) and len(cut) <= max(count, 1)
             assert padded(torch.ones(size, 2), each).shape[0] % each == 0
+    assert [len(cut_for(nodes, 1 << 12, 1 << 20)) for nodes in (2, 3, 4, 9)] == [2, 2, 1, 1]
+    assert len(cut_for(2, 1 << 12, (1 << 20) - 1)) == 1

@@ -3,46 +3,52 @@ them. Rank r has place r % each on node r // each; a transfer is between ranks o
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 
 from tileweave.fabric.nodes import Nodes, Pending
 
 # An all-reduce sends 2 (n - 1) / n of what a rank holds to other nodes: all of the result, or, between a reduce-scatter
-# and an all-gather inside the node, its share. Up to this size the former costs less than a launch more. Not measured.
+# and an all-gather inside the node, its share. Up to this size the former costs less than a launch more; nor is a
+# smaller message worth a launch of its own. Not measured.
 DIRECT_BYTES = 512 << 10
-PIECES = 4  # of an all-reduce, of which one travels while the next ones are computed
+PIECES = 4  # into which a call is cut at most, so that one travels while the next is computed
+WHOLE = slice(None)
 
-Result = TypeVar("Result")
 _WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.complex32: torch.complex64}
 
 
-def scattered(nodes: Nodes, part_for: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
-    """What all nodes have for this rank, in their order. `part_for(node)` computes what this node has for the rank of
-    this place on another one, which travels while the next is computed; this node's own is the last."""
-    pending: dict[int, Pending] = {}
+def scattered(
+    nodes: Nodes, part_for: Callable[[int, slice], torch.Tensor], cut: Sequence[slice] = (WHOLE,)
+) -> list[list[torch.Tensor]]:
+    """What each node has for this rank, in their order, in pieces. `part_for(node, piece)` computes a piece of what
+    this node has for the rank of this place on another one, which travels while the next is computed; this node's own
+    part is the last, and whole."""
+    pending: dict[int, list[Pending]] = {}
     for step in range(1, nodes.count):
         to, source = (nodes.index + step) % nodes.count, (nodes.index - step) % nodes.count
-        pending[source] = nodes.exchange(part_for(to), to, source)
-    own = part_for(nodes.index)
-    return [pending[node]() if node in pending else own for node in range(nodes.count)]
+        pending[source] = [nodes.exchange(part_for(to, piece), to, source) for piece in cut]
+    own = part_for(nodes.index, WHOLE)
+    return [[arrived() for arrived in pending[node]] if node in pending else [own] for node in range(nodes.count)]
 
 
 def gathered(
-    nodes: Nodes, shards: Sequence[torch.Tensor], compute: Callable[[list[torch.Tensor]], Result]
-) -> list[Result]:
-    """What `compute` makes of the shards of each node's rank of this place, in the order of nodes: of this node's own
-    first, while the others arrive."""
-    pending: dict[int, list[Pending]] = {}
+    nodes: Nodes,
+    shards: Sequence[torch.Tensor],
+    use: Callable[[int, slice, list[torch.Tensor]], None],
+    cut: Sequence[slice] = (WHOLE,),
+) -> None:
+    """Call `use(node, piece, shards)` with the shards, cut along their first dimension, of each node's rank of this
+    place: with this node's own, whole, first, while the others arrive."""
+    arriving: list[tuple[int, slice, list[Pending]]] = []
     for step in range(1, nodes.count):
         to, source = (nodes.index - step) % nodes.count, (nodes.index + step) % nodes.count
-        pending[source] = [nodes.exchange(shard, to, source) for shard in shards]
-    results = {nodes.index: compute(list(shards))}
-    for source, arrivals in pending.items():
-        results[source] = compute([arrived() for arrived in arrivals])
-    return [results[node] for node in range(nodes.count)]
+        for piece in cut:
+            arriving.append((source, piece, [nodes.exchange(shard[piece], to, source) for shard in shards]))
+    use(nodes.index, WHOLE, list(shards))
+    for source, piece, pending in arriving:
+        use(source, piece, [arrived() for arrived in pending])
 
 
 def reduced(nodes: Nodes, x: torch.Tensor, mean: bool, ordered: bool) -> Pending:
@@ -65,12 +71,16 @@ def wide_sum(parts: Sequence[torch.Tensor] | torch.Tensor, mean: bool) -> torch.
     return total
 
 
-def pieces(size: int, each: int, least: int) -> Iterable[slice]:
-    """`size` rows or elements in up to PIECES pieces, each but the last a multiple of `each`, and where there are so
-    many of `least` per rank."""
-    count = min(max(size // (least * each), 1), PIECES)
-    step = math.ceil(size / count / each) * each
-    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+def pieces(size: int, each: int, count: int) -> tuple[slice, ...]:
+    """`size` rows, columns or elements in about `count` pieces, at least one, all but the last multiples of `each`."""
+    step = math.ceil(size / max(count, 1) / each) * each
+    return tuple(slice(start, min(start + step, size)) for start in range(0, size, step))
+
+
+def cut_for(nodes: int, size: int, nbytes: int) -> tuple[slice, ...]:
+    """In which pieces the `nbytes` travel that one node has for a rank of another, cut along a dimension of this size:
+    fewer the more nodes there are, whose parts are pieces too."""
+    return pieces(size, 8, min(math.ceil(PIECES / nodes), nbytes // DIRECT_BYTES))
 
 
 def padded(x: torch.Tensor, each: int) -> torch.Tensor:

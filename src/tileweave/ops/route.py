@@ -99,7 +99,7 @@ def over_nodes(op: str, site: Site, how: str, inside: Route, calls: int) -> Rout
     assert site.inside is not None
     reason = f"{site.nodes} nodes of {site.inside.world}: {how}; inside a node: {inside.reason}"
     if inside.predicted_us:
-        reason += f"; of its {calls} calls each is predicted to take {inside.predicted_us} us, what goes between is not"
+        reason += f"; of its {calls} calls the first is predicted to take {inside.predicted_us} us"
     return Route(op, "nodes", inside.fused, reason, inside=inside)
 
 

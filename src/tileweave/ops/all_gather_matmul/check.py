@@ -21,6 +21,7 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
+from tileweave.ops.nodes import cut_for
 from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import all_gather_matmul as planner
@@ -148,7 +149,8 @@ def settle(
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     if site.inside is not None and not call.local:
-        return over_nodes(NAME, site, OVER_NODES, choose(site.inside, call, device, plan, hardware), site.nodes)
+        inside, cut = choose(site.inside, call, device, plan, hardware), rows_over_nodes(call, site.nodes)
+        return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
     refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware) or impossible(site, plan)):
@@ -162,6 +164,11 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     # torch multiplies float8 with scales in float32, which is not what is predicted of it, and leaves no SMs to others.
     way = None if call.scaled or call.max_sms else WAY
     return by_plan(NAME, site, problem, planner, plan, way, hardware)
+
+
+def rows_over_nodes(call: Call, nodes: int) -> tuple[slice, ...]:
+    """The pieces in which a rank's rows travel to other nodes, and are multiplied there."""
+    return cut_for(nodes, call.rows, call.rows * call.k * call.dtype.itemsize)
 
 
 def impossible(site: Site, plan: Plan) -> str | None:

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.all_gather_matmul.check import NAME, check, check_kinds, settle
+from tileweave.ops.all_gather_matmul.check import NAME, check, check_kinds, rows_over_nodes, settle
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
 from tileweave.ops.all_gather_matmul.places import CHANNELS, channel_name
 from tileweave.ops.contract import FP8, Agreement, Like, Site
@@ -87,15 +87,22 @@ def run(fabric, a, b, bias, return_gathered, plan, max_sms, scale_a=None, scale_
 def _over_nodes(plan, fabric, call, a, b, bias, scales):
     """A call on a group that is on several nodes: inside each the rows of one node after the other, its own first,
     while the shards of the others' ranks of this place arrive."""
+    nodes, m = fabric.nodes, call.rows * fabric.world_size
     of_rows, of_columns = ([], ()) if scales is None else ([scales[0].expand(call.rows, 1).contiguous()], scales[1])
     options = call.return_gathered, plan, call.max_sms or None
+    results = [a.new_empty(m, n, dtype=call.out_dtype) for n in call.ns]
+    if call.return_gathered:
+        results.append(a.new_empty(m, call.k))
+    places = [result.view(nodes.count, nodes.each, call.rows, result.shape[1]) for result in results]
 
-    def multiplied(shards):
-        own, scale = shards[0], shards[1] if of_rows else None
-        return run(fabric.nodes.inside, own, b, bias, *options, scale, of_columns)
+    def multiply(node, piece, shards):
+        own, scale = shards if of_rows else (*shards, None)
+        parts = run(nodes.inside, own, b, bias, *options, scale, of_columns)
+        for place, part in zip(places, parts, strict=True):
+            place[node, :, piece] = part.unflatten(0, (nodes.each, -1))
 
-    parts = gathered(fabric.nodes, [a, *of_rows], multiplied)
-    return [torch.cat(each) for each in zip(*parts, strict=True)]
+    gathered(nodes, [a, *of_rows], multiply, rows_over_nodes(call, nodes.count))
+    return results
 
 
 @register_shape_of_collective(NAME)

@@ -68,12 +68,21 @@ def _over_nodes(fabric: Fabric, call: Call, x: torch.Tensor) -> torch.Tensor:
     if split is None and call.reduction is not None:
         return _all_reduce_over_nodes(fabric, call, x)
     if split is None and call.concat is not None:
-        wholes = gathered(nodes, [x], lambda shards: run(nodes.inside, name, shards[0], call.concat))
+        wholes = [x] * nodes.count
+
+        def whole(node: int, _: slice, shards: list[torch.Tensor]) -> None:
+            wholes[node] = run(nodes.inside, name, shards[0], call.concat)
+
+        gathered(nodes, [x], whole)
         return torch.cat(wholes, call.concat)
     assert split is not None
     options = (call.concat,) if call.reduction is None else (call.reduction, call.deterministic)
     size = call.shape[split] // nodes.count
-    parts = scattered(nodes, lambda node: run(nodes.inside, name, x.narrow(split, node * size, size), split, *options))
+
+    def part_for(node: int, _: slice) -> torch.Tensor:
+        return run(nodes.inside, name, x.narrow(split, node * size, size), split, *options)
+
+    parts = [part for (part,) in scattered(nodes, part_for)]
     if call.concat is not None:
         return torch.cat(parts, call.concat)
     return wide_sum(parts, call.reduction == "avg").to(call.dtype)

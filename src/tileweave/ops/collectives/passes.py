@@ -13,7 +13,7 @@ import torch
 from tileweave.fabric.base import FLAGS
 from tileweave.ops.collectives.check import CONTRACTS, Call
 from tileweave.ops.contract import Site, out_of_reach
-from tileweave.ops.nodes import DIRECT_BYTES, pieces
+from tileweave.ops.nodes import DIRECT_BYTES, PIECES, pieces
 from tileweave.ops.route import Route, fallback, over_nodes
 
 LINE_BYTES = 16  # the widest access of a thread
@@ -158,7 +158,7 @@ def pieces_over_nodes(call: Call, each: int) -> tuple[slice, ...]:
     size = math.prod(call.shape)
     if size * call.dtype.itemsize <= DIRECT_BYTES:
         return ()
-    return tuple(pieces(size, each, DIRECT_BYTES // call.dtype.itemsize))
+    return pieces(size, each, min(size * call.dtype.itemsize // (DIRECT_BYTES * each), PIECES))
 
 
 def _over_nodes(site: Site, within: Site, call: Call, device: torch.device) -> Route:

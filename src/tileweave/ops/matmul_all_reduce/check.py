@@ -22,7 +22,7 @@ from tileweave.ops.contract import (
     unaligned,
 )
 from tileweave.ops.matmul_reduce_scatter import check as scatter
-from tileweave.ops.nodes import DIRECT_BYTES, pieces
+from tileweave.ops.nodes import DIRECT_BYTES, PIECES, pieces
 from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import matmul_all_reduce as planner
@@ -132,7 +132,7 @@ def pieces_over_nodes(call: Call, each: int, plan: Plan | None) -> tuple[slice, 
     sum goes between nodes as a whole: it has few bytes, or there is a plan, which is one of the op's own kernel."""
     if plan is not None or call.m * call.n * call.dtype.itemsize <= DIRECT_BYTES:
         return ()
-    return tuple(pieces(call.m, each, LEAST_ROWS))
+    return pieces(call.m, each, min(call.m // (LEAST_ROWS * each), PIECES))
 
 
 def _over_nodes(site: Site, within: Site, call: Call, device: torch.device, plan: Plan | None, hardware) -> Route:

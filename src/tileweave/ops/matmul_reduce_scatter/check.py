@@ -18,6 +18,7 @@ from tileweave.ops.contract import (
     out_of_reach,
     unaligned,
 )
+from tileweave.ops.nodes import cut_for
 from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan, Problem, unsupported
 from tileweave.planner import plan as planner
@@ -118,9 +119,10 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     if site.inside is not None and call.rows and call.n:
         ordered = call.deterministic or site.inside.world == 2
-        inner = replace(call, m=call.m // site.nodes, bias=False, deterministic=ordered)
+        cut = columns_over_nodes(call, site.nodes)
+        inner = replace(call, m=call.m // site.nodes, n=cut[0].stop, bias=False, deterministic=ordered)
         inside = choose(site.inside, inner, device, plan, hardware)
-        return over_nodes(NAME, site, OVER_NODES, inside, site.nodes)
+        return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
     refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware)):
@@ -131,6 +133,11 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     way = WAY if plain_alike(call, site.world) else None
     return by_plan(NAME, site, problem, planner, plan, way, hardware)
+
+
+def columns_over_nodes(call: Call, nodes: int) -> tuple[slice, ...]:
+    """The columns of the pieces in which what a node has for another's ranks is computed, and travels."""
+    return cut_for(nodes, call.n, call.rows * call.n * call.out_dtype.itemsize)
 
 
 def plain_alike(call: Call, world: int) -> bool:

@@ -21,7 +21,7 @@ import torch
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.contract import FP8, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
-from tileweave.ops.matmul_reduce_scatter.check import NAME, check, check_kinds, settle
+from tileweave.ops.matmul_reduce_scatter.check import NAME, check, check_kinds, columns_over_nodes, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
 from tileweave.ops.nodes import scattered, wide_sum
 from tileweave.ops.registration import (
@@ -89,12 +89,14 @@ def _over_nodes(plan, fabric, call, a, b, bias, scales):
     scale_a, scale_b = scales or (None, None)
     options = call.deterministic, call.out_dtype, plan, call.max_sms or None
 
-    def sums_for(node):
+    def sums_for(node, columns):
         part = slice(node * rows, (node + 1) * rows)
-        scale = scale_a if scale_a is None or scale_a.numel() == 1 else scale_a[part]
-        return run(nodes.inside, a[part], b, call.op, None, *options, scale, scale_b)
+        of_rows = scale_a if scale_a is None or scale_a.numel() == 1 else scale_a[part]
+        of_columns = scale_b if scale_b is None or scale_b.numel() == 1 else scale_b[:, columns]
+        return run(nodes.inside, a[part], b[:, columns], call.op, None, *options, of_rows, of_columns)
 
-    total = wide_sum(scattered(nodes, sums_for), call.op == "avg")
+    parts = scattered(nodes, sums_for, columns_over_nodes(call, nodes.count))
+    total = wide_sum([torch.cat(part, 1) for part in parts], call.op == "avg")
     return (total if bias is None else total + bias).to(call.out_dtype)
 
 
