@@ -100,12 +100,17 @@ _SETUPS: dict[str, list[Setup]] = {
         ("capacity", _TOKENS, 7, {**_DISPATCH, "capacity": 800, "max_tokens": 150}),
         ("gated", _TOKENS, 7, {**_plan("inter_sm", comm_sms=4, tile=(64, 128, 64)), "gated": True, "transposed": True}),
     ],
-    # Two SMs are too few for the kernel of the dispatch.
+    # Two SMs are too few for the kernel of the dispatch, which four have.
     "moe_matmul_combine": [
         ("two multipliers", _TOKENS, 2, _plan("intra_sm", "register")),
         ("transposed", _TOKENS | {"tokens": 60}, 2,
          {**_plan("intra_sm", "register", tile=(64, 64, 64)), "transposed": True}),
         ("ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 2, {**_plan("intra_sm", "register"), "again": True}),
+        # Two communicators, who count for each other, and four chunks.
+        ("sums", _TOKENS | {"tokens": 60, "hidden": 200}, 4,
+         {**_plan("inter_sm", "register", 2, (64, 64, 64)), "again": True}),
+        ("sums, ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 4,
+         {**_plan("inter_sm", "register", 2, (64, 64, 64)), "again": True}),
     ],
 }  # fmt: skip
 _WITHOUT_PEERS = ("attention", "grouped_matmul")  # of one rank: the others would do the same

@@ -198,14 +198,22 @@ def uncombinable(world: int, n: int, k: int) -> str | None:
     return None
 
 
-def unsupported_combine(plan: Plan, hardware: Hardware = H200) -> str | None:
-    """Why `plan` can run no grouped matmul + combine, naming the legal values; None if it can."""
-    if plan.mechanism != "register" or plan.schedule != "intra_sm":
+def unsupported_combine(sms: int, plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` can run no grouped matmul + combine on so many SMs, naming the legal values; None if it can."""
+    if plan.mechanism != "register" or plan.schedule not in ("intra_sm", "inter_sm"):
         return (
             f"plan.mechanism={plan.mechanism!r}, plan.schedule={plan.schedule!r}: moe_matmul_combine has 'register' "
-            "and 'intra_sm'"
+            "and 'intra_sm', a row for each choice, or 'inter_sm', one for each token and rank"
         )
-    if plan.split != 1 or plan.comm_sms != 0:
+    if plan.schedule == "inter_sm":
+        if sms < 2:
+            return f"plan.schedule='inter_sm': one SM has to send and one to multiply, and a rank has {sms}"
+        if plan.split != 1 or not 1 <= plan.comm_sms < sms:
+            return (
+                f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: moe_matmul_combine has 1 and, with "
+                f"'inter_sm', 1 to {sms - 1} of {sms} SMs"
+            )
+    elif plan.split != 1 or plan.comm_sms != 0:
         return f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: moe_matmul_combine has 1 and 0"
     return core.untileable(plan, 2, hardware)
 

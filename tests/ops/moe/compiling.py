@@ -42,10 +42,13 @@ def combine_report(dtype, world, weighted, transposed, tiling) -> dict:
     fabric, dtype = CompilingFabric(world), getattr(torch, dtype)
     h, w = meta(1024, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
-    plan = None if tiling is None else Plan("register", "intra_sm", *tiling)
+    plan = None
+    if tiling is not None:
+        tile, stages, *more = tiling
+        plan = Plan("register", "inter_sm" if more else "intra_sm", tile, stages, 1, *more)
     plan = choose_combine(Site.of(fabric), h.shape[0], Like.of(w), plan).plan
     r = route_of(world, meta(1024, dtype=torch.float32) if weighted else None)
-    lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.home, r.slots, r.homes
+    lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes
     combine_launch.fused(fabric, h, w, *lists, plan)
     return fabric.reports[-1]
 

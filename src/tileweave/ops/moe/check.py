@@ -169,7 +169,7 @@ def check_combine(h: Any, w: Any, route: Any, world: int, plan: Any) -> None:
 def choose_combine(site: Site, rows: int, w: Like, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a matmul of so many rows + combine, the same on all ranks; ValueError if it cannot follow the plan.
     hardware: that of the planner, if not an H200."""
-    if plan is not None and (why := unsupported_combine(plan, hardware)):
+    if plan is not None and (why := unsupported_combine(site.usable(0), plan, hardware)):
         raise ValueError(f"{COMBINE}: {why}")
     refusal = out_of_reach(site, w.device, "h") or uncombinable(site.world, w.shape[2], w.shape[1])
     if refusal:
