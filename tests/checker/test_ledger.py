@@ -1,38 +1,61 @@
 """Schedules passed add up in a file, for device code and a problem that stay as they are."""
 
 import json
+from dataclasses import replace
 
-from tileweave.checker import OPS, ledger
+import pytest
+
+from tileweave.checker import OPS, OpCase, check, ledger
 from tileweave.checker.device_code import digest, files
+from tileweave.checker.small import as_if_large, small
 
 
-def test_seeds_add_up_until_something_changes(monkeypatch):
-    monkeypatch.setattr(ledger, "RANKS", 2)
+def test_seeds_add_up_until_something_changes():
     book = {}
-    assert ledger.passed(book, "all_gather") == 0
-    assert ledger.advance(book, "all_gather", 0.5, 1) == ""
-    first = book["all_gather"]["schedules"]
-    ledger.advance(book, "all_gather", 0.5, 1)
-    assert 0 < first < book["all_gather"]["schedules"] == ledger.passed(json.loads(json.dumps(book)), "all_gather")
-    for name, other in (("device_code", "another"), ("variants", ["more"]), ("sizes", {})):
-        assert ledger.passed({"all_gather": {**book["all_gather"], name: other}}, "all_gather") == 0
+    assert ledger.passed(book, "grouped_matmul") == 0
+    assert ledger.advance(book, "grouped_matmul", 2) == ""
+    first = book["grouped_matmul"]["seconds"]
+    assert ledger.advance(book, "grouped_matmul", 3) == "" and book["grouped_matmul"]["seconds"] > first > 0
+    assert book["grouped_matmul"]["schedules"] == ledger.passed(json.loads(json.dumps(book)), "grouped_matmul") == 5
+    for name, other in (("device_code", "another"), ("variants", {"more": ""}), ("sizes", {}), ("sms", 3)):
+        assert ledger.passed({"grouped_matmul": {**book["grouped_matmul"], name: other}}, "grouped_matmul") == 0
+
+
+def test_what_does_not_end_in_time_is_not_counted(monkeypatch):
+    monkeypatch.setattr(ledger, "LIMIT", 0.0)
+    book = {}
+    assert "seeds from 0: 0 of 2 have ended" in ledger.advance(book, "grouped_matmul", 2) and not book
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_small_calls_are_a_check_in_each_variant(op):
+    case = small(op)
+    assert len(case.all_variants) == len(OpCase(op, 2).all_variants)
+    with as_if_large(op):
+        for name, options in case.all_variants.items():
+            report = check(replace(case, variants={name: options}), [5], processes=1)
+            assert report.ok and not report.too_small, (name, report.too_small, report.story)
 
 
 def test_the_op_with_fewest_is_next(monkeypatch, tmp_path, capsys):
     file = tmp_path / "book.json"
     made = []
 
-    def advance(book, op, seconds, processes):
-        book[op] = {"schedules": 5, **ledger._problem(op)}
-        made.append(op)
-        return "" if len(made) < 3 else "a story"
+    def advance(book, op, count, processes):
+        book[op] = {"schedules": ledger.passed(book, op) + count, **ledger._problem(op)}
+        made.append((op, count))
+        return "a story" if stops and len(made) == 3 else ""
 
     monkeypatch.setattr(ledger, "advance", advance)
-    monkeypatch.setattr(
-        "sys.argv", ["ledger", str(file), "all_gather", "reduce_scatter", "all_reduce", "--seconds", "9"]
-    )
+    monkeypatch.setattr("sys.argv", ["ledger", str(file), "all_gather", "all_reduce", "--until", "40"])
+    stops = False
+    assert ledger.main() == 0
+    assert made == [("all_gather", 25), ("all_reduce", 25), ("all_gather", 15), ("all_reduce", 15)]
+    file.unlink()
+    made.clear()
+    stops = True
     assert ledger.main() == 1
-    assert made == ["all_gather", "reduce_scatter", "all_reduce"] and list(json.loads(file.read_text())) == made[:2]
+    assert {op: entry["schedules"] for op, entry in json.loads(file.read_text()).items()} == dict(made[:2])
     assert "a story" in capsys.readouterr().err
 
 

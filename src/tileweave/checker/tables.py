@@ -115,16 +115,18 @@ def _passed(book: dict[str, Any]) -> str:
         [
             op,
             f"{e['schedules']}",
-            f"{e['ranks']}",
+            f"{e['seconds']:.0f} s",
+            f"{len(e['variants'])}",
+            f"{e['ranks']} of {e['sms']} SMs",
             " ".join(f"{k}={v}" for k, v in e["sizes"].items()),
             e["device_code"],
             e["date"],
         ]
         for op, e in book.items()
     ]
-    return "## Schedules passed\n\n" + _rows(
-        ["op", "schedules, seeds from 0", "ranks", "problem", "device code", "run"], rows
-    )
+    head = ["op", "schedules, seeds from 0", "processor", "variants", "ranks", "problem", "device code", "run"]
+    said = "Of the small calls in [small.py](../src/tileweave/checker/small.py), two back to back with new data.\n\n"
+    return f"## Schedules passed\n\n{said}{_rows(head, rows)}"
 
 
 def _caught(figures: dict[str, Any]) -> str:

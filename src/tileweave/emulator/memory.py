@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from tileweave.emulator.clocks import ALIAS, GENERIC, GLOBAL, SHARED, Clock, Past, merged
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 STRONG = ("add", "atomic", "volatile read")  # kinds of access that do not race among themselves
 READS = ("read", "volatile read")
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # the bits of an element, by its size
 _KEPT = 4096  # groups kept for the next launch, which is likely to touch the same regions
 _PRUNE = 48  # accesses of one kind to one region beyond which settled ones are looked for
 
@@ -105,6 +107,7 @@ class Memory:
         self.aborts: dict[int, set[int]] = {}  # locations whose watchers a change of this one wakes as well
         self.barriers: dict[int, MBarrier] = {}
         self._flat: dict[torch.dtype, torch.Tensor] = {}
+        self._bits: dict[int, np.ndarray] = {}
 
     def forget(self) -> None:
         """Everything so far happens before everything to come."""
@@ -128,6 +131,13 @@ class Memory:
             flat = torch.empty(0, dtype=dtype).set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
             self._flat[dtype] = flat
         return flat
+
+    def bits(self, itemsize: int) -> np.ndarray:
+        """The whole storage as a vector of integers of so many bytes."""
+        found = self._bits.get(itemsize)
+        if found is None:
+            found = self._bits[itemsize] = self.flat(BITS[itemsize]).numpy()
+        return found
 
     def group(self, region: Region) -> Group:
         """The history of a region."""

@@ -7,6 +7,7 @@ from greenlet import getcurrent
 
 from tileweave.emulator.clocks import ALIAS
 from tileweave.emulator.errors import ProtocolError
+from tileweave.emulator.memory import BITS
 from tileweave.emulator.places import Place
 from tileweave.emulator.regions import EMPTY
 from tileweave.emulator.tiles import DTYPES, Tile, raw, scalar, wrapped
@@ -45,14 +46,17 @@ def load(pointer, mask=None, other=None, volatile=False, **_):
     place = Place(me, "load")
     for who in _everybody(me, True):  # a single element, too, is loaded by every thread
         ptr.memory.access("volatile read" if volatile else "read", region, who, place, pattern=pattern)
-    flat = ptr.flat
+    dtype = ptr.torch_dtype
+    if keep is None and not isinstance(ptr.offset, torch.Tensor):
+        return scalar(ptr.flat[ptr.offset].item(), dtype)
+    # Numbers as bits, by NumPy: it takes a quarter of the time that torch needs to gather a few.
+    bits, offsets = ptr.memory.bits(dtype.itemsize), offsets.numpy()
     if keep is None:
-        found = flat[offsets]
-    else:
-        fill = torch.as_tensor(raw(0 if other is None else other)).to(flat.dtype)
-        found = fill.expand(offsets.shape).clone()
-        found[keep] = flat[offsets[keep]]
-    return Tile(found) if isinstance(ptr.offset, torch.Tensor) else scalar(found.item(), flat.dtype)
+        return Tile(torch.from_numpy(bits[offsets]).view(dtype))
+    found = torch.as_tensor(raw(0 if other is None else other)).to(dtype).expand(offsets.shape).clone()
+    kept = keep.numpy()
+    found.view(BITS[dtype.itemsize]).numpy()[kept] = bits[offsets[kept]]
+    return Tile(found) if isinstance(ptr.offset, torch.Tensor) else scalar(found.item(), dtype)
 
 
 def store(pointer, value, mask=None, **_):
@@ -66,12 +70,14 @@ def store(pointer, value, mask=None, **_):
         ptr.memory.access("write", region, who, place, pattern=pattern)
     if region is EMPTY:
         return
-    flat = ptr.flat
-    values = torch.as_tensor(raw(value)).to(flat.dtype).expand(offsets.shape)
+    size = ptr.torch_dtype.itemsize
+    values = torch.as_tensor(raw(value)).to(ptr.torch_dtype).expand(offsets.shape).view(BITS[size]).numpy()
+    bits, offsets = ptr.memory.bits(size), offsets.numpy()
     if keep is None:
-        flat[offsets] = values
+        bits[offsets] = values
     else:
-        flat[offsets[keep]] = values[keep]
+        kept = keep.numpy()
+        bits[offsets[kept]] = values[kept]
 
 
 # ---------------------------------------------------------------- atomics

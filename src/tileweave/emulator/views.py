@@ -185,18 +185,15 @@ class Pointer:
         """Sizes of a tile of pointers."""
         return list(self.offset.shape)
 
-    def _moved(self, by, sign: int) -> Pointer:
-        if isinstance(by, Tile):
-            by = by.t.long()
-        return Pointer(self.memory, self._dtype, self.offset + by * sign, self.slices)
-
     def __add__(self, by):
-        return self._moved(by, 1)
+        by = by.t.long() if isinstance(by, Tile) else by
+        return Pointer(self.memory, self._dtype, self.offset + by, self.slices)
 
     __radd__ = __add__
 
     def __sub__(self, by):
-        return self._moved(by, -1)
+        by = by.t.long() if isinstance(by, Tile) else by
+        return Pointer(self.memory, self._dtype, self.offset - by, self.slices)
 
     def __getitem__(self, index):
         return Pointer(self.memory, self._dtype, self.offset[index], self.slices)
