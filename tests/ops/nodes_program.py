@@ -21,6 +21,7 @@ import tileweave as tw
 from tests.ops.all_gather_matmul.problems import operands as gathered_operands
 from tests.ops.collectives import MOVING, inputs
 from tests.ops.problems import operands
+from tileweave.bench import nodes as bench
 from tileweave.fabric import fabric_of
 from tileweave.fabric.nodes import Nodes
 from tileweave.ops.all_gather_matmul import reference as gathered_product
@@ -258,12 +259,26 @@ def groups_of_ranks_in_many_groups(rank):
     composed("aabb" if dist.get_world_size() < 6 else "aabbcc", (scatters,), rank)
 
 
+def a_measurement_beside_gloo(rank):
+    """All contenders of `bench.nodes` are right, and what is wrong is found."""
+    group = on_nodes("aabb")
+    if group is not None and DEVICE == "cpu":
+        for runs, truth in bench.contenders(64, 32, 64, group).values():
+            times = bench.measured(runs, truth, 1, group)
+            assert times.keys() == {"tileweave", "gloo"} and min(times.values()) > 0
+        try:
+            bench.measured({"gloo": lambda: truth * 1.1}, truth, 1, group)
+        except AssertionError:
+            return
+        raise RuntimeError("a wrong result was measured")
+
+
 def situations(ranks):
     """Those for so many ranks, by name."""
     layouts = [nodes for nodes in ("ab", "aabb", "aabbcc") if len(nodes) <= ranks]
     named = {f"composed_{nodes}": partial(composed, nodes, ALL) for nodes in layouts}
-    others = (uneven, groups_come_and_go, groups_of_ranks_in_many_groups) if ranks >= 4 else ()
-    return named | {each.__name__: each for each in others}
+    others = uneven, groups_come_and_go, groups_of_ranks_in_many_groups, a_measurement_beside_gloo
+    return named | ({each.__name__: each for each in others} if ranks >= 4 else {})
 
 
 DEVICE = "cpu"

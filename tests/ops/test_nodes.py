@@ -3,11 +3,13 @@
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from tests.ops.nodes_program import situations
+from tileweave.bench.nodes import ADDRESSES, PORT, namespaces
 from tileweave.fabric.nodes import unevenness
 from tileweave.ops.nodes import cut_for, gathered, padded, pieces, reduced, scattered
 
@@ -56,35 +58,19 @@ def test_kernels_inside_and_nccl_between(ranks, tmp_path):
 
 
 @pytest.fixture
-def namespaces():
-    """Two network namespaces that a pair of virtual devices joins: names, devices, addresses."""
-    names, devices = ([f"{prefix}{os.getpid()}{side}" for side in "ab"] for prefix in ("tw", "twv"))
-    addresses = ["10.237.41.1", "10.237.41.2"]
-
-    def ip(*arguments):
-        return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=True)
-
-    try:
-        ip("netns", "add", names[0])
-    except (OSError, subprocess.CalledProcessError) as failure:
-        pytest.skip(f"network namespaces cannot be made here: {failure}")
-    try:
-        ip("netns", "add", names[1])
-        ip("link", "add", devices[0], "type", "veth", "peer", "name", devices[1])
-        for name, device, address in zip(names, devices, addresses, strict=True):
-            ip("link", "set", device, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
-            for each in (device, "lo"):
-                ip("-n", name, "link", "set", each, "up")
-        yield list(zip(names, devices, addresses, strict=True))
-    finally:
-        for name in names:  # its devices go with it
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+def two():
+    """Two network namespaces that a pair of virtual devices joins: names and devices."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(namespaces())
+        except RuntimeError as failure:
+            pytest.skip(f"network namespaces cannot be made here: {failure}")
+        yield made
 
 
-def test_network_namespaces_as_nodes(namespaces):
+def test_network_namespaces_as_nodes(two):
     """Two ranks in each, which share a file system but no network but the pair of devices."""
-    init = f"tcp://{namespaces[0][2]}:29537"
+    init = f"tcp://{ADDRESSES[0]}:{PORT}"
     running = [
         subprocess.Popen(
             ["ip", "netns", "exec", name, *PROGRAM, init, "cpu", "gloo", "4", str(2 * i), str(2 * i + 1)],
@@ -93,7 +79,7 @@ def test_network_namespaces_as_nodes(namespaces):
             stderr=subprocess.PIPE,
             text=True,
         )
-        for i, (name, device, _) in enumerate(namespaces)
+        for i, (name, device) in enumerate(two)
     ]
     try:
         told = [each.communicate(timeout=200) for each in running]

@@ -53,7 +53,9 @@ from tileweave import lang as gl
 from tileweave.tiles.channel import Channel, make_channel
 
 NO_MASK = gl.constexpr(1 << 30)  # an offset by which every row sees all columns
-TENSOR_ROWS = gl.constexpr(128)  # of a consumer by tcgen05: a launch says by the boxes of its queries which core it wants
+TENSOR_ROWS = gl.constexpr(
+    128
+)  # of a consumer by tcgen05: a launch says by the boxes of its queries which core it wants
 
 
 @gl.aggregate
