@@ -34,7 +34,8 @@ def test_what_is_no_group(group):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"n": 0}, "n: expected at least 1 rank, got 0"),
+        ({"n": 0}, "n: expected 1 to 1024 ranks, got 0"),
+        ({"n": 2**40}, "n: expected 1 to 1024 ranks, got 1099511627776"),
         ({"n": 2, "timeout": 0}, "timeout: expected a positive number of seconds, up to 2000, got 0"),
         ({"n": 2, "sms": 0}, "sms: expected at least 1 SM per rank, got 0"),
         ({"n": 2, "device": "meta"}, "device: expected auto, cpu or cuda, got 'meta'"),
@@ -53,9 +54,9 @@ def test_impossible_worlds(arguments, message):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"n": 2.5}, "n: expected at least 1 rank, as an int, got 2.5"),
-        ({"n": "2"}, "n: expected at least 1 rank, as an int, got '2'"),
-        ({"n": True}, "n: expected at least 1 rank, as an int, got True"),
+        ({"n": 2.5}, "n: expected 1 to 1024 ranks, as an int, got 2.5"),
+        ({"n": "2"}, "n: expected 1 to 1024 ranks, as an int, got '2'"),
+        ({"n": True}, "n: expected 1 to 1024 ranks, as an int, got True"),
         ({"n": 2, "timeout": "5"}, "timeout: expected a number of seconds, got '5'"),
         ({"n": 2, "seed": "x"}, "seed: expected a whole number from 0 up, as an int, got 'x'"),
         ({"n": 2, "sms": 2.5}, "sms: expected at least 1 SM per rank, as an int, got 2.5"),

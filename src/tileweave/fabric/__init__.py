@@ -6,7 +6,7 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from tileweave.fabric.arguments import place, ranks, seconds, whole_number
+from tileweave.fabric.arguments import MOST_RANKS, place, ranks, seconds, whole_number
 from tileweave.fabric.base import MAX_RANKS, Channel, Fabric, FabricTimeout, Variant
 from tileweave.fabric.capability import cuda_refusal, sms_per_rank
 from tileweave.fabric.distributed import DistributedFabric
@@ -84,7 +84,7 @@ def virtual_world(
 
     TypeError and ValueError for impossible arguments; RuntimeError for "cuda" without a Hopper GPU or Triton.
     """
-    n = whole_number("n", n, 1, "at least 1 rank")
+    n = whole_number("n", n, 1, f"1 to {MOST_RANKS} ranks", MOST_RANKS)
     seed = whole_number("seed", seed, 0, "a whole number from 0 up")
     sms = None if sms is None else whole_number("sms", sms, 1, "at least 1 SM per rank")
     late, timeout, kind = ranks("delayed", delayed, n), seconds("timeout", timeout), place("device", device)

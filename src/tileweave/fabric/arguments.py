@@ -9,15 +9,20 @@ import torch
 
 from tileweave.fabric.capability import cuda_refusal
 
+MOST_RANKS = 1024  # a thread each
 LONGEST_TIMEOUT = 2000  # seconds: kernels count microseconds in 32 bits
 
 
-def whole_number(name: str, value: Any, least: int, meaning: str) -> int:
-    """`value` as an int of at least `least`. TypeError if it is no whole number, ValueError if it is less."""
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+def whole_number(name: str, value: Any, least: int, meaning: str, most: int | None = None) -> int:
+    """`value` as an int of at least `least`. TypeError if it is no whole number, ValueError if it is less, or more than
+    `most`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # some tensors are whole numbers, most are none
+        number = None
+    if number is None:
         raise TypeError(f"{name}: expected {meaning}, as an int, got {value!r}")
-    number = operator.index(value)
-    if number < least:
+    if number < least or (most is not None and number > most):
         raise ValueError(f"{name}: expected {meaning}, got {number}")
     return number
 
@@ -36,7 +41,7 @@ def ranks(name: str, value: Any, size: int) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{name}: expected a sequence of ranks, such as (0,), got {value!r}")
     chosen = tuple(whole_number(name, rank, 0, f"ranks from 0 to {size - 1}") for rank in value)
-    unknown = sorted(set(chosen) - set(range(size)))
+    unknown = sorted({rank for rank in chosen if rank >= size})
     if unknown:
         raise ValueError(f"{name}: expected ranks from 0 to {size - 1}, got {unknown}")
     return chosen

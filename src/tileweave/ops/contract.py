@@ -57,6 +57,10 @@ def check_dense(op: str, named: Iterable[tuple[str, Any]]) -> None:
             raise TypeError(
                 f"{op}: {name} must be this rank's tensor, got a {type(x).__name__}; {name}.to_local() would be"
             )
+        if x.is_nested:
+            raise TypeError(
+                f"{op}: {name} must be a dense tensor, got a nested one; {name}.to_padded_tensor(0) would be"
+            )
         if x.layout != torch.strided:
             raise TypeError(f"{op}: {name} must be a dense tensor, got {x.layout}; {name}.to_dense() would be")
     name, x = named[0]

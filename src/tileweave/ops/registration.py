@@ -39,6 +39,7 @@ def is_plain(first: Any, *others: Any) -> bool:
             type(x) not in _PLAIN
             or (x.requires_grad and torch.is_grad_enabled())
             or x.layout is not torch.strided
+            or x.is_nested
             or (casts and operand_dtype(x) != x.dtype)
         ):
             return False

@@ -42,12 +42,12 @@ def test_gradients_pass_through_and_nothing_is_a_legal_length(placement):
     [
         (lambda x: tw.place_sequence(x, 3, 0, 0), "10 elements in dim=0, not divisible by 3 .* 9 or 12 would be"),
         (lambda x: tw.place_sequence(x, 4, 0, 0, "zigzag"), "not divisible by 8 .zigzag, 4 ranks.; 8 or 16 would be"),
-        (lambda x: tw.place_sequence(x, 2, 2, 0), "rank must be from 0 to world - 1, got rank=2, world=2"),
-        (lambda x: tw.place_sequence(x, 2, 0, 1), "dim must be from -1 to 0, got 1"),
+        (lambda x: tw.place_sequence(x, 2, 2, 0), "rank: expected a rank from 0 to 1, got 2"),
+        (lambda x: tw.place_sequence(x, 2, 0, 1), "dim: expected a dimension of x, -1 to 0, got 1"),
         (lambda x: tw.place_sequence(x, 2, 0, 0, "ring"), "placement must be 'contiguous' or 'zigzag', got 'ring'"),
         (lambda x: tw.unplace_sequence([], 0), "shards must be those of all ranks, got none"),
         (lambda x: tw.unplace_sequence([x[:3]], 0, "zigzag"), "shard 0 has 3 elements in dim=0, not divisible by 2"),
-        (lambda x: tw.unplace_sequence([x, x], 1), "dim must be from -1 to 0, as shard 0 has them, got 1"),
+        (lambda x: tw.unplace_sequence([x, x], 1), "dim: expected a dimension of shard 0, -1 to 0, got 1"),
     ],
 )
 def test_errors_name_what_would_be_legal(call, words):

@@ -57,7 +57,7 @@ def check_dispatch(
             f"{NAME}: topk_weight must be floating-point numbers of shape {list(topk_index.shape)}, "
             f"got {topk_weight.dtype} of {list(topk_weight.shape)}"
         )
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str | None) or activation not in ACTIVATIONS:
         raise ValueError(f"{NAME}: activation must be None or 'silu', got {activation!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"{NAME}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")

@@ -81,6 +81,8 @@ def check_kinds(name: str, q: Any, k: Any, v: Any, cu_seqlens: Any, causal: Any,
     check_dense(name, (("q", q), ("k", k), ("v", v)))
     if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
         raise TypeError(f"{name}: cu_seqlens must be a torch.Tensor or None, got {type(cu_seqlens).__name__}")
+    if cu_seqlens is not None:
+        check_dense(name, (("cu_seqlens", cu_seqlens),))
     if not isinstance(causal, bool):
         raise TypeError(f"{name}: causal must be True or False, got {causal!r}")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):

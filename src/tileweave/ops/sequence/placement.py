@@ -8,8 +8,12 @@ average work and make all wait for it. In zigzag order every rank has the same.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+
+from tileweave.fabric.arguments import whole_number
+from tileweave.ops.contract import check_dense
 
 PLACEMENTS = ("contiguous", "zigzag")
 
@@ -36,11 +40,11 @@ def place_sequence(x: torch.Tensor, world: int, rank: int, dim: int, placement: 
     ValueError for a length that does not divide, naming the nearest that do, for a rank, dimension or placement that
     there is not. No communication: it is the same on every rank, whatever `rank` is.
     """
+    check_dense("place_sequence", (("x", x),))
     per = pieces(placement)
-    if world < 1 or not 0 <= rank < world:
-        raise ValueError(f"place_sequence: rank must be from 0 to world - 1, got rank={rank}, world={world}")
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"place_sequence: dim must be from {-x.dim()} to {x.dim() - 1}, got {dim}")
+    world = whole_number("place_sequence: world", world, 1, "a number of ranks from 1 up")
+    rank = whole_number("place_sequence: rank", rank, 0, f"a rank from 0 to {world - 1}", world - 1)
+    dim = _dimension("place_sequence", "x", x, dim)
     n, parts = x.shape[dim], per * world
     if n % parts:
         near = f"{n - n % parts} or {n - n % parts + parts}"
@@ -72,11 +76,7 @@ def unplace_sequence(shards: Sequence[torch.Tensor], dim: int, placement: str = 
     for rank, shard in enumerate(shards):
         if not isinstance(shard, torch.Tensor):
             raise TypeError(f"unplace_sequence: shard {rank} must be a torch.Tensor, got {type(shard).__name__}")
-        if not -shard.dim() <= dim < shard.dim():
-            raise ValueError(
-                f"unplace_sequence: dim must be from {-shard.dim()} to {shard.dim() - 1}, as shard {rank} has them, "
-                f"got {dim}"
-            )
+        dim = _dimension("unplace_sequence", f"shard {rank}", shard, dim)
         if shard.shape[dim] % per:
             raise ValueError(
                 f"unplace_sequence: shard {rank} has {shard.shape[dim]} elements in dim={dim}, not divisible by {per} "
@@ -86,3 +86,11 @@ def unplace_sequence(shards: Sequence[torch.Tensor], dim: int, placement: str = 
         return torch.cat(list(shards), dim)
     halves = [shard.chunk(2, dim) if shard.shape[dim] else (shard, shard) for shard in shards]
     return torch.cat([half[0] for half in halves] + [half[1] for half in reversed(halves)], dim)
+
+
+def _dimension(function: str, name: str, x: torch.Tensor, dim: Any) -> int:
+    """`dim` of the tensor `name`, as an int. ValueError if it has no such, TypeError if that is no dimension."""
+    if not x.dim():
+        raise ValueError(f"{function}: {name} must have a dimension that the sequence lies in, got a scalar")
+    last = x.dim() - 1
+    return whole_number(f"{function}: dim", dim, -x.dim(), f"a dimension of {name}, {-x.dim()} to {last}", last)
