@@ -19,6 +19,7 @@ Contenders, interleaved, all ranks at once unless said otherwise:
                 stands for the all-to-all), index, weighted sum
     grouped_mm  torch's grouped_mm alone
 
+`alone_ms` is the time of `local` of one rank while the others do nothing, which tells what ranks take from each other.
 Results are poisoned, then checked against float32, before anything is timed. Bytes between ranks are counted both
 ways: a token once to a rank, as the dispatch sends it, and the combine with communicators, and a row for each choice.
 
@@ -62,6 +63,7 @@ SHAPES: list[Shape] = [
 ]
 SAMPLE = 8  # rows or tokens of a rank that are checked
 LIMIT = 0.02
+ALONE = "local of a rank"
 
 
 @dataclass
@@ -241,7 +243,9 @@ def measure(kind: str, size: int, tokens: int, skewed: bool, rounds: int, comm_s
         for name, run in contenders.items():
             poisoned(run, (out for results in outs[name] for out in results))
             verify(kind, name, parts, outs[name])
+        contenders[ALONE] = together(made["local"][::size], streams[:1])
         times = interleaved({**contenders, **rivals(kind, parts)}, rounds)
+        alone = times.pop(ALONE)
         world.check()
         by_token, by_choice = crossing(parts)
         flop = flop_of(kind, tokens)
@@ -253,6 +257,7 @@ def measure(kind: str, size: int, tokens: int, skewed: bool, rounds: int, comm_s
         "bytes_by_token": by_token, "bytes_by_choice": by_choice,
         "ms": {name: [t.median, t.low, t.high] for name, t in times.items()},
         "tflops": {name: flop / t.median / 1e9 for name, t in times.items()},
+        "alone_ms": [alone.median, alone.low, alone.high],
         "overhead_percent": 100 * (times["fused"].median / times["local"].median - 1),
     }  # fmt: skip
 
@@ -282,7 +287,8 @@ def told(row: Row) -> str:
     rates = "  ".join(f"{contender} {rate:.0f}" for contender, rate in row["tflops"].items())
     once, each = row["bytes_by_token"] / 1e6, row["bytes_by_choice"] / 1e6
     return (
-        f"TFLOP/s {rates}; overhead {row['overhead_percent']:+.1f}%, route {row['route_us']:.0f} us, "
+        f"TFLOP/s {rates}; local {row['ms']['local'][0]:.2f} ms, of a rank alone {row['alone_ms'][0]:.2f}; "
+        f"overhead {row['overhead_percent']:+.1f}%, route {row['route_us']:.0f} us, "
         f"{once:.0f} MB by token, {each:.0f} MB by choice"
     )
 
