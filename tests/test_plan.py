@@ -102,6 +102,13 @@ def test_a_collectives_communicators_are_those_of_its_grid(m, ranks, grid):
     assert decision.plan.comm_sms == grid and f"a grid of {grid} lays out" in decision.plan.reason
 
 
+def test_a_dispatch_of_more_rows_than_its_flags_count_is_no_kernels():
+    """If all experts get as many."""
+    decision = plan("moe_dispatch_matmul", {"tokens": 4194304}, gpu="h200", ranks=8)
+    assert decision.verdict == "fallback" and "4194304 rows, the flags of 8 SMs that place can count" in decision.reason
+    assert plan("moe_dispatch_matmul", {"tokens": 1048576}, gpu="h200", ranks=8).fused
+
+
 def test_a_collective_that_no_kernel_serves_is_the_groups_own():
     decision = plan("all_gather", {"m": 128}, gpu="h200", ranks=64)
     assert decision.verdict == "fallback" and decision.plan.mechanism == "nccl" and not decision.rejected

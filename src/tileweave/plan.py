@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tileweave.fabric import MAX_RANKS, fabric_of, local_fabric
+from tileweave.fabric.bound import workspace_bound
 from tileweave.fabric.capability import BLACKWELL, CORES, refusal_of
 from tileweave.ops.contract import Site
 from tileweave.ops.plans import FIND, SIZES, check_dtype, check_shares, check_sizes
@@ -50,7 +51,9 @@ def plan(
         prediction; `to_dict()`. The plain way is a candidate where NCCL joins the ranks and the profile says what it
         takes, and has the mechanism "nccl". In a fallback `plan` is None, or the plain way where that is what the op
         falls back to. `unmeasured`: why the predictions rest on no measurement of a kernel, if so; `untried`: on a
-        Blackwell GPU without TILEWEAVE_EXPERIMENTAL, what there would be with it. Nothing is launched.
+        Blackwell GPU without TILEWEAVE_EXPERIMENTAL, what there would be with it. `workspace_bytes`: of the plan's
+        slots on each rank; plans with more than the GPU has, or TILEWEAVE_WORKSPACE allows, are rejected for that
+        reason, and what the op takes all the same tells of it. Nothing is launched.
 
     Raises:
         ValueError, TypeError: an unknown op, size, dtype or profile, or sizes that break the op's contract.
@@ -65,7 +68,7 @@ def plan(
     site = _site(op, group, hardware, ranks)
     check_shares("plan", op, sizes, site.world)
     name = str(dtype).removeprefix("torch.")
-    asked = Question(op, hardware, site.world, sizes, name, site.sms or hardware.sms)
+    asked = Question(op, hardware, site.world, sizes, name, site.sms or hardware.sms, workspace_bound())
 
     def decide(site: Site) -> Decision:
         return settle(asked, FIND[op](op, site, sizes, dtype, hardware))

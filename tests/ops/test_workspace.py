@@ -12,9 +12,12 @@ import torch
 import tileweave as tw
 from tileweave.checker.ops import OpCase
 from tileweave.checker.problems import PROBLEMS
+from tileweave.fabric import fabric_of
 from tileweave.fabric.bound import SETTING
 from tileweave.fabric.emulated import EmulatedFabric
+from tileweave.ops.plans import SIZES
 from tileweave.planner.tiling import part_rows
+from tileweave.tune import OPS, call_of
 
 RANKS, WIDTH = 3, 2  # WIDTH: bytes of a bfloat16
 BEYOND = 6144  # bytes of flags and rounding, in two channels
@@ -126,3 +129,45 @@ def test_experts_take_what_their_page_says(capacity):
     assert homes[0] == 80
     back = 2 * homes[0] * hidden * WIDTH
     assert back <= held["moe_matmul_combine"]["own"] < back + BEYOND
+
+
+PLANNED = {
+    "matmul_reduce_scatter": {"m": 96, "n": 64, "k": 96}, "all_gather_matmul": {"m": 96, "n": 96, "k": 72},
+    "matmul_all_reduce": {"m": 40, "n": 128, "k": 96}, "all_gather": {"m": 48, "n": 64},
+    "reduce_scatter": {"m": 48, "n": 64}, "all_reduce": {"m": 48, "n": 64}, "all_to_all": {"m": 48, "n": 48},
+    "ring_attention": {"heads": 2, "kv_heads": 2, "seq": 96, "dim": 64},
+    "ulysses_attention": {"heads": 3, "kv_heads": 3, "seq": 96, "dim": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("op", PLANNED)
+def test_what_plan_tells_is_what_the_fabric_makes(op, monkeypatch):
+    """Of the op's own choice, whichever it is."""
+    monkeypatch.setattr(EmulatedFabric, "launch", lambda *args, **options: None)
+    sizes = SIZES[op] | PLANNED[op]
+
+    def call(rank, group):
+        run = call_of(op, sizes, torch.bfloat16, fabric_of(group, "cpu"), group) if op in OPS else None
+        rows = sizes.get("m", 0) // (RANKS if op in ("all_gather", "all_to_all") else 1)
+        options = {"split_dim": 1, "concat_dim": 0} if op == "all_to_all" else {}
+        run() if run else getattr(tw, op)(torch.zeros(rows, sizes["n"]).bfloat16(), group=group, **options)
+        return tw.memory_report(group), tw.plan(op, sizes, group=group).workspace_bytes
+
+    with tw.virtual_world(RANKS, device="cpu") as world:
+        for report, told in world.run(call):
+            held = sum(channel["own"] for channel in report.values())
+            assert 0 < told <= held < told + BEYOND
+
+
+def test_plans_that_do_not_fit_are_rejected_for_it(monkeypatch):
+    """By the op too, which falls back where none fits."""
+    decision = tw.plan("matmul_all_reduce", {"m": 1 << 17, "n": 1 << 17, "k": 1024}, gpu="h200")
+    rejected = {each.schedule: each.reason for each in decision.rejected}
+    assert decision.fused and "549755813888 bytes on each rank, and the GPU has 141000000000" in rejected["one_shot"]
+    decision = tw.plan("matmul_reduce_scatter", {"m": 1 << 20, "n": 1 << 20, "k": 1024}, gpu="h200")
+    assert decision.verdict == "fallback" and "the workspace of every plan is larger" in decision.reason
+    monkeypatch.setenv(SETTING, "1000000")
+    decision = tw.plan("matmul_reduce_scatter", {}, gpu="h200")
+    assert decision.runner_up.mechanism == "nccl" and decision.workspace_bytes == 1 << 25
+    for each in (decision.plan, *decision.rejected):
+        assert f"{SETTING} allows 1000000" in each.reason

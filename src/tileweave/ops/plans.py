@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -25,10 +26,11 @@ from tileweave.planner import plan as matmul_reduce_scatter
 from tileweave.planner.cost import Cost
 from tileweave.planner.decision import Candidate, Found, best_of_ways, plain_candidate
 from tileweave.planner.hardware import H200, Hardware
-from tileweave.planner.plan import Plan
+from tileweave.planner.plan import SLOTS, Plan
 from tileweave.planner.tiling import BY_OPERAND_BYTES, TILINGS, Tiling
 
 Sizes = dict[str, int]
+ENDLESS = 1 << 62  # bytes of memory, more than any plan needs
 FIRST, OTHERS = 4, 4  # of the plans that the planner tries, and of those of other ways: how many are measured
 MATMUL = {"m": 8192, "n": 8192, "k": 8192}
 ATTENTION = {"batch": 1, "heads": 32, "kv_heads": 32, "seq": 32768, "dim": 128, "causal": 0}
@@ -143,11 +145,18 @@ class _Matmul:
             tiling = next(each for each in BY_OPERAND_BYTES[2] if each.tile == plan.tile)
             return self.planner.cost_of(problem, plan, tiling, hardware)
 
-        tried = best_of_ways(self.planner.candidates(problem, hardware), cost_of)
-        further = best_of_ways(self.planner.candidates(problem, hardware, self.planner.further_ways(problem)), cost_of)
-        every = {each.way: each for each in (*further, *tried)}
+        def best(ways: list[Any], of: Hardware) -> list[Candidate]:
+            return best_of_ways(self.planner.candidates(problem, of, ways), cost_of, workspace)
+
+        workspace = partial(self.planner.workspace_bytes, problem)
+        tried, further = self.planner.ways(problem), self.planner.further_ways(problem)
+        endless = replace(hardware, memory_bytes=ENDLESS)  # also to tell of what does not fit
+        every = {
+            each.way: each
+            for each in (*best([*further, *tried], endless), *best(further, hardware), *best(tried, hardware))
+        }
         taken = route.plan or self.planner.plan_for(problem, hardware)
-        chosen = Candidate(taken, cost_of(taken))
+        chosen = Candidate(taken, cost_of(taken), workspace(taken))
         others = [each for way, each in every.items() if way != chosen.way]
         return Found(route.verdict, route.reason, chosen, others, plain, self.shard(sizes, site.world))
 
@@ -189,11 +198,16 @@ def _attention(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hard
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
     others = [
-        Candidate(replace(each, predicted_us=round(us, 1)), attention.cost_of(problem, each, hardware))
+        Candidate(
+            replace(each, predicted_us=round(us, 1)),
+            attention.cost_of(problem, each, hardware),
+            attention.workspace_bytes(problem, each),
+        )
         for us, each in attention.candidates(problem, hardware)[:4]
         if each.comm_sms != route.plan.comm_sms
     ]
-    chosen = Candidate(route.plan, attention.cost_of(problem, route.plan, hardware))
+    workspace = attention.workspace_bytes(problem, route.plan)
+    chosen = Candidate(route.plan, attention.cost_of(problem, route.plan, hardware), workspace)
     cost = attention.plain(problem, hardware) if site.nccl else None
     plain = plain_candidate(cost, taken=False) if cost else None
     return Found(route.verdict, route.reason, chosen, others, plain, problem.sent / max(site.world - 1, 1))
@@ -205,11 +219,14 @@ def _dispatch(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardw
     experts, tokens = Experts(s["experts"], site.world), s["tokens"] // site.world
     w = _like(site, dtype, experts.most, s["hidden"], s["inner"])
     route = moe_check.choose(site, w, False, experts, None, None, hardware)
+    problem, rows = moe_check.problem_of(site, w, False, experts), tokens * s["topk"]
+    if route.plan is not None and rows > moe_check.most_rows(problem, route.plan):
+        route = moe_check.choose(site, w, False, experts, rows, None, hardware)
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
-    problem = moe_check.problem_of(site, w, False, experts)
     cost = moe.dispatch_cost(problem, route.plan, tokens, s["topk"], hardware)
-    chosen = Candidate(replace(route.plan, predicted_us=round(cost.total_us, 1)), cost)
+    workspace = moe.dispatch_workspace_bytes(problem, route.plan, rows)
+    chosen = Candidate(replace(route.plan, predicted_us=round(cost.total_us, 1)), cost, workspace)
     plain = moe.plain_dispatch(problem, route.plan, tokens, s["topk"], hardware) if site.nccl else None
     other = plain_candidate(plain, taken=False) if plain else None
     return Found(route.verdict, route.reason, chosen, [], other, 2.0 * tokens * s["hidden"])
@@ -228,7 +245,7 @@ def _combine(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     def cost(tiling: Tiling) -> Cost:
         return moe.combine_cost(problem, tiling.on(hardware), site.world, tokens, hardware)
 
-    every = _by_tiles(route.plan, cost)
+    every = _by_tiles(route.plan, cost, SLOTS * 2 * rows * s["hidden"])
     tiling = next(each for each in TILINGS if each.tile == route.plan.tile).on(hardware)
     plain = moe.plain_combine(problem, tiling, site.world, hardware) if site.nccl else None
     other = plain_candidate(plain, taken=False) if plain else None
@@ -243,17 +260,17 @@ def _grouped(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
     problem = moe.GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0))
-    every = _by_tiles(route.plan, lambda tiling: moe.cost_of(problem, tiling.on(hardware), hardware))
+    every = _by_tiles(route.plan, lambda tiling: moe.cost_of(problem, tiling.on(hardware), hardware), 0)
     return Found(route.verdict, route.reason, every[0], every[1:], None, 0.0)
 
 
-def _by_tiles(plan: Plan, cost: Callable[[Tiling], Cost]) -> list[Candidate]:
-    """The plan, then the same with each other configuration of tiles."""
+def _by_tiles(plan: Plan, cost: Callable[[Tiling], Cost], workspace: int) -> list[Candidate]:
+    """The plan, then the same with each other configuration of tiles; all of them have so many bytes of workspace."""
     found = []
     for tiling in TILINGS:
         of = cost(tiling)
         other = replace(plan, tile=tiling.tile, stages=tiling.stages, predicted_us=round(of.total_us, 1))
-        found.append(Candidate(other, of))
+        found.append(Candidate(other, of, workspace))
     return sorted(found, key=lambda each: each.plan.tile != plan.tile)
 
 
@@ -277,7 +294,11 @@ def _collective(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Har
         return Found(route.verdict, route.reason, None, [], plain, 0.0)
     taken = "two_shots" if is_two_shot(call, site.world) else "one_shot"
     ways = {
-        each: Candidate(*collectives.plan_of(problem_in(each), each, hardware)) for each in collectives.schedules(op)
+        each: Candidate(
+            *collectives.plan_of(problem_in(each), each, hardware),
+            SLOTS * max(launch.slot_bytes(site.world) for launch in passes_in(call, site.world, each)),
+        )
+        for each in collectives.schedules(op)
     }
     chosen = ways.pop(taken)
     return Found(route.verdict, route.reason, chosen, list(ways.values()), plain, rows * s["n"] * float(dtype.itemsize))

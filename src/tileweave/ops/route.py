@@ -12,6 +12,7 @@ import torch
 from tileweave.ops.contract import Site
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.decision import PLAIN, faster_plain
+from tileweave.planner.plan import NoRoom
 
 _OURS = tuple(f"{folder}/" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
@@ -87,7 +88,10 @@ def by_plan(
         reason = found.plan.reason if fused else f"{found.plan.reason}: {way}"
         made, plain_us = (found.plan, None) if fused else (None, us)
         return Route(op, site.backend, fused, reason, made, plain_us, found.measured_us)
-    made = plan or planner.plan_for(problem, hardware)
+    try:
+        made = plan or planner.plan_for(problem, hardware)
+    except NoRoom as error:
+        return fallback(op, str(error), way or "torch and the group's own collectives")
     plain = planner.plain(problem, hardware) if way and plan is None and site.nccl else None
     if why := faster_plain(made.predicted_us or 0.0, plain):
         return Route(op, site.backend, False, f"{why}: {way}", plain_us=round(plain.total_us, 1) if plain else None)

@@ -108,7 +108,20 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
     elif not 1 <= plan.comm_sms <= most:
         return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 1 to {most} with {problem.sms} SMs"
     tileless = core.untileable(plan, 2, hardware, problem.operand_bytes, problem.cores)
-    return tileless or core.unshareable(_alone(problem, plan), plan)
+    shared = core.unshareable(_alone(problem, plan), plan)
+    return tileless or shared or core.roomless(workspace_bytes(problem, plan), hardware)
+
+
+def workspace_bytes(problem: Problem, plan: Plan) -> int:
+    """Bytes of a rank's slots, each with the gathered rows, K in whole steps. The copy engine has one."""
+    if problem.world == 1:
+        return 0
+    rows = problem.rows
+    if plan.mechanism == "multimem":
+        rows = math.ceil(rows / plan.tile[0]) * plan.tile[0]
+    places = problem.world + (1 if joined(problem, plan) else 0)
+    slots = 1 if plan.mechanism == "copy_engine" else core.SLOTS
+    return slots * places * rows * math.ceil(problem.k / plan.tile[2]) * plan.tile[2] * problem.operand_bytes
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
@@ -218,8 +231,8 @@ def candidates(
 
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
-    """The fastest supported plan by the cost model."""
-    cost, plan = candidates(problem, hardware)[0]
+    """The fastest supported plan by the cost model; NoRoom if there is none."""
+    cost, plan = core.first(candidates(problem, hardware), hardware)
     if problem.world == 1:
         way = "one rank, so nothing is gathered: a plain matmul"
     elif plan.schedule == "none":

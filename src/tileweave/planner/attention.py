@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
-from tileweave.planner.plan import Plan
+from tileweave.planner.plan import Plan, first, roomless
 from tileweave.planner.tiling import BARRIER_BYTES
 
 ROWS = 64  # query rows of a consumer, a warp group
@@ -83,7 +83,17 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"plan.tile={plan.tile} with plan.stages={plan.stages} needs {shared_bytes(plan)} bytes of shared memory, "
             f"a CTA has {hardware.shared_bytes}"
         )
-    return None
+    return roomless(workspace_bytes(problem, plan), hardware)
+
+
+def workspace_bytes(problem: Problem, plan: Plan) -> int:
+    """Bytes of a rank's slots: a ring's keys and values of all peers, or by blocks of heads about those of one; of
+    Ulysses all that the rank attends to, and what it sends back."""
+    if problem.world == 1:
+        return 0
+    if problem.gathered:
+        return problem.gathered // (problem.world - 1 if plan.schedule == TWO_BLOCKS else 1)
+    return 2 * problem.sent * problem.world // (problem.world - 1)
 
 
 def cost_of(problem: Problem, plan: Plan, hardware: Hardware = H200) -> Cost:
@@ -121,8 +131,9 @@ def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float,
 
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
-    """The fastest supported plan by the cost model. At least two SMs, unless the world is of one."""
-    cost, plan = candidates(problem, hardware)[0]
+    """The fastest supported plan by the cost model; NoRoom if there is none. At least two SMs, unless the world is of
+    one."""
+    cost, plan = first(candidates(problem, hardware), hardware)
     if problem.world == 1:
         way = "one rank, so nothing travels: plain attention"
     else:

@@ -6,7 +6,7 @@ from typing import Any
 
 from tileweave.planner.cost import ERROR, PLAIN_MARGIN, Cost
 from tileweave.planner.hardware import Hardware
-from tileweave.planner.plan import Plan
+from tileweave.planner.plan import Plan, roomless
 from tileweave.planner.simulate import Event
 from tileweave.planner.timeline import timeline
 
@@ -17,10 +17,12 @@ PLAIN = "nccl"  # the mechanism of the plain way, which is no plan of a kernel
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best plan of one way, mechanism and schedule, with the terms of its prediction."""
+    """The best plan of one way, mechanism and schedule, with the terms of its prediction. workspace_bytes: of the slots
+    on a rank, None of the plain way, which has NCCL's."""
 
     plan: Plan
     cost: Cost
+    workspace_bytes: int | None = None
 
     @property
     def way(self) -> tuple[str, str]:
@@ -34,7 +36,8 @@ class Decision:
     figure is known of; cost: the terms of its prediction; runner_up: None where there is one way; simulated_us, events:
     of a simulation of the plan's tiles and messages, what rank 0 does in it; unmeasured: why the times rest on no
     measurement of a kernel, None if they do; untried: the decision if kernels that have never run
-    on such a GPU were to be tried, None where these are all there is, or none are."""
+    on such a GPU were to be tried, None where these are all there is, or none are; workspace_bytes: of the plan's
+    slots on each rank, None where it is no kernel's."""
 
     op: str
     gpu: str
@@ -51,6 +54,7 @@ class Decision:
     events: tuple[Event, ...]
     unmeasured: str | None
     untried: "Decision | None" = None
+    workspace_bytes: int | None = None
 
     @property
     def fused(self) -> bool:
@@ -61,12 +65,13 @@ class Decision:
         """The decision as plain values, for JSON."""
         terms = None
         if self.cost is not None:
-            terms = {name: round(us, 2) for name, us in vars(self.cost).items() if name != "slowing"}
+            terms = {name: round(us, 2) for name, us in vars(self.cost).items() if name.endswith("_us")}
             terms |= {"bound": self.cost.bound}
         return {
             "op": self.op, "gpu": self.gpu, "ranks": self.ranks, "shape": self.shape, "dtype": self.dtype,
             "fused": self.fused, "verdict": self.verdict, "reason": self.reason,
             "plan": self.plan.to_dict() if self.plan else None, "terms": terms,
+            "workspace_bytes": self.workspace_bytes,
             "simulated_us": None if self.simulated_us is None else round(self.simulated_us, 1),
             "runner_up": self.runner_up.to_dict() if self.runner_up else None,
             "rejected": [plan.to_dict() for plan in self.rejected], "unmeasured": self.unmeasured,
@@ -74,12 +79,14 @@ class Decision:
         }  # fmt: skip
 
 
-def best_of_ways(found: Iterable[tuple[float, Plan]], cost: Callable[[Plan], Cost]) -> list[Candidate]:
+def best_of_ways(
+    found: Iterable[tuple[float, Plan]], cost: Callable[[Plan], Cost], workspace: Callable[[Plan], int]
+) -> list[Candidate]:
     """Of predictions, the fastest first, the first of each way."""
     best: dict[tuple[str, str], Plan] = {}
     for us, plan in found:
         best.setdefault((plan.mechanism, plan.schedule), replace(plan, predicted_us=round(us, 1)))
-    return [Candidate(plan, cost(plan)) for plan in best.values()]
+    return [Candidate(plan, cost(plan), workspace(plan)) for plan in best.values()]
 
 
 def plain_candidate(cost: Cost, taken: bool = True) -> Candidate:
@@ -102,7 +109,8 @@ def faster_plain(fused_us: float, plain: Cost | None) -> str | None:
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked: an op on so many ranks of a GPU, sizes by name, the SMs that a rank's kernels may use."""
+    """What is asked: an op on so many ranks of a GPU, sizes by name, the SMs that a rank's kernels may use. bound:
+    bytes of workspace that the user allows, None for all."""
 
     op: str
     hardware: Hardware
@@ -110,6 +118,7 @@ class Question:
     shape: dict[str, int]
     dtype: str
     sms: int
+    bound: int | None = None
 
 
 @dataclass(frozen=True)
@@ -134,14 +143,27 @@ def settle(asked: Question, found: Found) -> Decision:
     rest: list[Candidate] = []
     if found.verdict != "fallback":
         every = found.chosen, *found.others, found.plain
-        rest = sorted((each for each in every if each and each is not taken), key=lambda each: each.cost.total_us)
+        rest = [each for each in every if each and each is not taken]
+        rest.sort(key=lambda each: (crowded(each, asked) is not None, each.cost.total_us))
     told = tuple(replace(each.plan, reason=objection(each, taken, asked, found.shard_bytes)) for each in rest)
-    plan = replace(taken.plan, reason=f"{found.reason}; {terms(taken.cost)}")
+    crowd = f"; but {why}" if (why := crowded(taken, asked)) else ""
+    plan = replace(taken.plan, reason=f"{found.reason}; {terms(taken.cost)}{crowd}")
     simulated = timeline(asked.op, asked.ranks, asked.shape, plan, taken.cost, asked.sms, asked.hardware)
     capability = asked.hardware.capability
     unmeasured = f"no kernel has run on a GPU of compute capability {capability}; times are an H200's, scaled by rates"
     why = None if capability == MEASURED else unmeasured
-    return Decision(*of, plan, taken.cost, told[0] if told else None, told[1:], *simulated, why)
+    runner_up = told[0] if told and crowded(rest[0], asked) is None else None
+    rejected = told[1:] if runner_up else told
+    of_plan = taken.workspace_bytes
+    return Decision(*of, plan, taken.cost, runner_up, rejected, *simulated, why, workspace_bytes=of_plan)
+
+
+def crowded(each: Candidate, asked: Question) -> str | None:
+    """Why a call could not have its workspace; None if it can."""
+    nbytes = each.workspace_bytes or 0
+    if (why := roomless(nbytes, asked.hardware)) or asked.bound is None or nbytes <= asked.bound:
+        return why
+    return f"the plan's workspace takes {nbytes} bytes on each rank, and TILEWEAVE_WORKSPACE allows {asked.bound}"
 
 
 def terms(cost: Cost) -> str:
@@ -156,6 +178,8 @@ def terms(cost: Cost) -> str:
 
 def objection(each: Candidate, chosen: Candidate, asked: Question, shard_bytes: float) -> str:
     """Why a candidate was not chosen, in numbers."""
+    if crowd := crowded(each, asked):
+        return crowd
     more = each.cost.total_us / chosen.cost.total_us - 1
     head = f"{each.cost.total_us:.0f} us, {abs(more):.0%} {'more' if more >= 0 else 'less'} than what is taken"
     if 0 > more > -ERROR and each.plan.mechanism != PLAIN:

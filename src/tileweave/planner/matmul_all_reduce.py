@@ -97,6 +97,12 @@ def slot_bytes(problem: Problem, plan: Plan) -> int:
     return 2 * problem.world * math.prod(place_of(problem, plan)) if SHOTS[plan.schedule] else 0
 
 
+def workspace_bytes(problem: Problem, plan: Plan) -> int:
+    """Bytes of a rank's slots; in the schedule "none" those of our own all-reduce."""
+    behind = 2 * problem.m * problem.n if plan.schedule == "none" and problem.world > 1 else 0
+    return core.SLOTS * (behind or slot_bytes(problem, plan))
+
+
 def count_tiles(problem: Problem, plan: Plan) -> int:
     """Output tiles that one rank computes."""
     return owners(problem, plan) * tiles_of(*place_of(problem, plan), 1, plan.tile)
@@ -132,7 +138,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"the {plan.schedule} schedule has registers for tiles of up to {SMALL_TILE} elements then"
         )
     tileless = core.untileable(plan, 2, _less_movers(plan, hardware), cores=problem.cores)
-    return tileless or core.unshareable(_alone(problem, plan), plan)
+    shared = core.unshareable(_alone(problem, plan), plan)
+    return tileless or shared or core.roomless(workspace_bytes(problem, plan), hardware)
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
@@ -257,8 +264,8 @@ WAYS = {
 
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
-    """The fastest supported plan by the cost model."""
-    cost, plan = candidates(problem, hardware)[0]
+    """The fastest supported plan by the cost model; NoRoom if there is none."""
+    cost, plan = core.first(candidates(problem, hardware), hardware)
     tiles = count_tiles(problem, plan)
     way = WAYS.get(plan.schedule, ALONE if problem.world == 1 else BEHIND)
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"

@@ -156,6 +156,12 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
     return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)
 
 
+def dispatch_workspace_bytes(problem: DispatchProblem, plan: Plan, rows: int) -> int:
+    """Bytes of the one slot of a rank with so many `rows` at most: in whole tiles of each expert, K in whole steps."""
+    whole = most_row_tiles(rows, problem.experts, plan.tile) * plan.tile[0]
+    return 2 * whole * math.ceil(problem.k / plan.tile[2]) * plan.tile[2]
+
+
 def dispatch_cost(problem: DispatchProblem, plan: Plan, tokens: int, topk: int, hardware: Hardware = H200) -> Cost:
     """What a dispatch of `tokens` of a rank takes, each to `topk` experts, if all experts get as many: a token travels
     once to each rank that has one of its experts. Half of the communicators send, at their rate between GPUs."""

@@ -19,6 +19,7 @@ from tileweave.planner.tiling import (
     Tiling,
     operand_bytes,
     part_buffers,
+    part_rows,
     ring_bytes,
     tiles_of,
     tilings_of,
@@ -36,6 +37,7 @@ SCHEDULES = ("intra_sm", "inter_sm", "one_shot", "none")  # of matmul + reduce-s
 TAIL = 0.71  # of what a wave of tiles sends: of the last one, which nothing hides; between two H200s
 WAVE_TILE = 128 * 256  # elements of a tile of such a wave; of smaller tiles several are done at about the same time
 INTER_SHARE = 0.84  # of what communicators can push, those of inter-SM, which read what was just stored; measured
+SLOTS = 2  # that calls take in turn
 OWN_FLAGS, OWN_WORDS = 128, 126  # of a rank's flags and state: those that an op may use as it likes
 
 
@@ -144,7 +146,35 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         )
     alone = matmul_of(problem, plan)
     tileless = untileable(plan, problem.message_bytes, hardware, problem.operand_bytes, problem.cores)
-    return tileless or unshareable(alone, plan)
+    return tileless or unshareable(alone, plan) or roomless(workspace_bytes(problem, plan), hardware)
+
+
+def workspace_bytes(problem: Problem, plan: Plan) -> int:
+    """Bytes of a rank's slots: where sources are kept apart a place for each, else one to which they are added."""
+    if problem.world == 1:
+        return 0
+    above = problem.world * part_rows(plan.tile, plan.core) if plan.schedule == "one_shot" else 0
+    apart = problem.deterministic or plan.schedule in ("one_shot", "none")
+    rows = problem.m + above if apart else problem.m // problem.world
+    return SLOTS * rows * problem.n * problem.message_bytes
+
+
+def roomless(nbytes: int, hardware: Hardware) -> str | None:
+    """Why no plan can have so many bytes of workspace on each rank; None if it can."""
+    if nbytes <= hardware.memory_bytes:
+        return None
+    return f"the plan's workspace takes {nbytes} bytes on each rank, and the GPU has {hardware.memory_bytes} in all"
+
+
+class NoRoom(LookupError):
+    """No plan's workspace fits into the GPU."""
+
+
+def first(found: list[tuple[float, Plan]], hardware: Hardware) -> tuple[float, Plan]:
+    """The fastest of the candidates; NoRoom if there are none: `unsupported` leaves some out for no other reason."""
+    if not found:
+        raise NoRoom(f"the workspace of every plan is larger than the {hardware.memory_bytes} bytes of the GPU")
+    return found[0]
 
 
 def matmul_of(problem: Problem, plan: Plan) -> Problem:
@@ -301,8 +331,8 @@ def candidates(
 
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
-    """The fastest supported plan by the cost model."""
-    cost, plan = candidates(problem, hardware)[0]
+    """The fastest supported plan by the cost model; NoRoom if there is none."""
+    cost, plan = first(candidates(problem, hardware), hardware)
     tiles = count_tiles(problem, plan)
     by = "store to a place per source" if problem.deterministic else "add"
     way = (
