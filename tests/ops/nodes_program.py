@@ -18,15 +18,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import tileweave as tw
+from tests.fabric.groups_program import gpus_by_a_fake_driver
 from tests.ops.all_gather_matmul.problems import operands as gathered_operands
 from tests.ops.collectives import MOVING, inputs
 from tests.ops.problems import operands
 from tileweave.bench import nodes as bench
-from tileweave.fabric import fabric_of
+from tileweave.fabric import fabric_of, processes
 from tileweave.fabric.nodes import Nodes
+from tileweave.fabric.processes import ProcessFabric
 from tileweave.ops.all_gather_matmul import reference as gathered_product
 from tileweave.ops.collectives import reference as collective
+from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
+from tileweave.ops.matmul_reduce_scatter.check import settle
 
 COLLECTIVES = (
     *(("all_gather", dict(dim=dim)) for dim in (0, 1)),
@@ -259,10 +263,36 @@ def groups_of_ranks_in_many_groups(rank):
     composed("aabb" if dist.get_world_size() < 6 else "aabbcc", (scatters,), rank)
 
 
+def kernels_inside(rank):
+    """Ranks that think they have a GPU each: kernels can run inside a node, and leave SMs to NCCL between them."""
+    left, joins = processes.NCCL_SMS, processes.by_nccl
+    for by_nccl, sms in ((False, 8), (True, 5)):
+        processes.NCCL_SMS, processes.by_nccl = 3, lambda group, answer=by_nccl: answer
+        with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
+            group = on_nodes("aabb")
+            if group is not None:
+                outer = ProcessFabric.of(group, device)
+                inside = outer.nodes.inside
+                assert outer is ProcessFabric.of(group, device) and inside is outer.nodes.inside
+                assert (inside.backend, inside.rank, inside.world_size) == ("processes", rank % 2, 2)
+                assert (outer.backend, inside.sms, Site.of(outer).inside.sms) == ("fallback", sms, sms)
+                assert "the ranks are on 2 machines" in outer.refusal() and inside.refusal() is None
+                inside.channel("op", 1 << 10, 0)
+                assert outer.memory() == inside.memory() and outer.memory()["op"]["own"] > 0
+                a, b = (Like(torch.Size(shape), torch.bfloat16, device) for shape in ((512, 64), (64, 256)))
+                _, route = settle(Site.of(outer), a, b, "sum", None, False, None, None, 0)
+                assert (route.fused, route.verdict, route.plan, route.predicted_us) == (True, "composed", None, None)
+                assert f"of its 2 calls the first is predicted to take {route.inside.predicted_us} us" in route.reason
+                dist.barrier(group)
+                dist.destroy_process_group(group)
+            dist.barrier()
+    processes.NCCL_SMS, processes.by_nccl = left, joins
+
+
 def a_measurement_beside_gloo(rank):
     """All contenders of `bench.nodes` are right, and what is wrong is found."""
     group = on_nodes("aabb")
-    if group is not None and DEVICE == "cpu":
+    if group is not None:
         for runs, truth in bench.contenders(64, 32, 64, group).values():
             times = bench.measured(runs, truth, 1, group)
             assert times.keys() == {"tileweave", "gloo"} and min(times.values()) > 0
@@ -273,11 +303,13 @@ def a_measurement_beside_gloo(rank):
         raise RuntimeError("a wrong result was measured")
 
 
-def situations(ranks):
-    """Those for so many ranks, by name."""
+def situations(ranks, device="cpu"):
+    """Those for so many ranks on such a device, by name."""
     layouts = [nodes for nodes in ("ab", "aabb", "aabbcc") if len(nodes) <= ranks]
     named = {f"composed_{nodes}": partial(composed, nodes, ALL) for nodes in layouts}
-    others = uneven, groups_come_and_go, groups_of_ranks_in_many_groups, a_measurement_beside_gloo
+    others = [uneven, groups_come_and_go, groups_of_ranks_in_many_groups]
+    if device == "cpu":
+        others += [kernels_inside, a_measurement_beside_gloo]
     return named | ({each.__name__: each for each in others} if ranks >= 4 else {})
 
 
@@ -292,7 +324,9 @@ def member(rank, init, device, backend, ranks, every=True):
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, init_method=init, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    todo = situations(ranks) if every else {"two_nodes": partial(composed, "aabb", (scatters, gathers, reduces))}
+    todo = (
+        situations(ranks, device) if every else {"two_nodes": partial(composed, "aabb", (scatters, gathers, reduces))}
+    )
     for name, situation in todo.items():
         situation(rank)
         dist.barrier()

@@ -44,7 +44,7 @@ def test_the_program_ends_well(ran):
 def test_ranks_that_share_a_gpu(tmp_path):
     """Kernels inside, gloo between."""
     done = started(tmp_path, "cuda", "gloo", "4")
-    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(4)), done.stderr
+    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(4, "cuda")), done.stderr
 
 
 @pytest.mark.gpu
@@ -54,7 +54,7 @@ def test_kernels_inside_and_nccl_between(ranks, tmp_path):
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     done = started(tmp_path, "cuda", "nccl", str(ranks))
-    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(ranks)), done.stderr
+    assert done.returncode == 0 and set(done.stdout.split()) == set(situations(ranks, "cuda")), done.stderr
 
 
 @pytest.fixture
