@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,21 @@ def test_what_tma_cannot_address_falls_back_and_says_how(op, capsys):
     assert run(op, ranks=3, shape="m=9,n=21,k=15") == 0
     text = capsys.readouterr().out
     assert "emulated ranks" in text and "no kernel ran, so none was checked" in text and "none: no fused kernel" in text
+
+
+def test_what_is_composed_over_nodes_is_told_so(monkeypatch, capsys):
+    explain = tileweave.explain
+
+    def over_nodes(*args, **kwargs):
+        inside = explain(*args, **kwargs)
+        return replace(inside, backend="nodes", plan=None, reason="2 nodes of 2: ...", inside=inside)
+
+    monkeypatch.setattr(tileweave, "explain", over_nodes)
+    assert run("matmul_reduce_scatter", "--json", shape="m=64,n=64,k=128") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["backend"], told["fused"]) == ("nodes", True) and told["plan"]["tile"]
+    assert run("matmul_reduce_scatter", shape="m=64,n=64,k=128") == 0
+    assert "calls inside each node" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("seed", [0, 15, 21, 22, 23, 25, 28, 33])

@@ -166,11 +166,12 @@ def _report(
     worst = max(errors) if all(map(math.isfinite, errors)) else None
     limit = problem.of_op.limit(DTYPES[problem.dtype], problem.ranks, problem.deterministic)
     operands, result = problem.shapes()
+    plan = (route.inside or route).plan
     return {
         "version": tileweave.__version__,
         "op": problem.op,
         "ranks": problem.ranks,
-        "backend": route.backend if route.fused else "fallback",
+        "backend": route.backend if route.fused or route.inside else "fallback",
         "world": world,
         "shape": problem.sizes,
         "operands": [list(shape) for shape in operands],
@@ -181,7 +182,7 @@ def _report(
         "seed": problem.seed,
         "calls": CALLS,
         "fused": route.fused,
-        "plan": route.plan.to_dict() if route.plan else None,
+        "plan": plan.to_dict() if plan else None,
         "reason": route.reason,
         "rel_error": worst,
         "tolerance": limit,

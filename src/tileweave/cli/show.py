@@ -13,6 +13,7 @@ RAN_AS = {
     "emulated": "emulated ranks on the CPU: the device code itself, tile by tile",
     "virtual": "virtual ranks on one GPU, a stream and a share of the SMs each",
     "processes": "one process and one GPU per rank",
+    "nodes": "calls inside each node, what goes between them by torch.distributed",
 }
 WITHOUT = {"emulated": ": no kernel ran, so none was checked", "virtual": ": no fused kernel"}
 
