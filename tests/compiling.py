@@ -89,20 +89,24 @@ def reduce_scatter(
     rows=256,
     n=1024,
     scaled=False,
+    blocks=None,
     core="wgmma",
     **options,
 ) -> dict:
-    """One variant of matmul_reduce_scatter, through the op."""
+    """One variant of matmul_reduce_scatter, through the op; blocks: the dtype of scales of blocks along K."""
     fabric = CompilingFabric(world, core)
     a, b = meta(rows * world, 512, dtype=dtype), meta(512, n, dtype=dtype)
     a, b = (x.t().contiguous().t() if flag else x for x, flag in zip((a, b), transposed, strict=True))
-    extra = meta(n, dtype=torch.bfloat16 if scaled else dtype) if bias else None
+    extra = meta(n, dtype=torch.bfloat16 if scaled or blocks else dtype) if bias else None
     scales = (meta(rows * world, 1, dtype=torch.float32), meta(1, n, dtype=torch.float32)) if scaled else (None, None)
+    if blocks:
+        columns = 512 // 32 if blocks == torch.float8_e8m0fnu else 2 * 512 // 16
+        scales = meta(rows * world, columns, dtype=blocks), meta(n, columns, dtype=blocks)
     deterministic = options.get("deterministic", False)
     like = Like.of(a), Like.of(b), options.get("op", "sum"), Like.of(extra)
     of_scales = map(Like.of, scales)
     call, route = settle(Site.of(fabric), *like, deterministic, options.get("out"), plan, 0, *of_scales)
-    fused(fabric, call, a, b, extra, route.plan, scales if scaled else None)
+    fused(fabric, call, a, b, extra, route.plan, scales if scaled or blocks else None)
     return fabric.reports[0]
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tileweave import Plan
 
-FP8 = torch.float8_e4m3fn
+FP8, FP4 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2
 REDUCE_SCATTER = {
     "planned": dict(),
     "smallest tile, deterministic, shared tiles, eight ranks": dict(
@@ -17,6 +17,19 @@ REDUCE_SCATTER = {
         tile=(128, 256, 64), stages=3, dtype=torch.float16, transposed=(True, False), op="avg"
     ),
     "float8 operands": dict(dtype=FP8, scaled=True),
+    "mxfp8": dict(dtype=FP8, blocks=torch.float8_e8m0fnu),
+    "mxfp8, inter-SM, shared tiles": dict(
+        dtype=FP8,
+        blocks=torch.float8_e8m0fnu,
+        schedule="inter_sm",
+        comm_sms=8,
+        tile=(128, 128, 128),
+        stages=4,
+        split=2,
+        rows=128,
+    ),
+    "nvfp4": dict(dtype=FP4, blocks=FP8),
+    "nvfp4, one shot": dict(dtype=FP4, blocks=FP8, rows=32),
     "inter-SM, float32 result": dict(schedule="inter_sm", comm_sms=8, tile=(128, 128, 64), stages=4, out=torch.float32),
     "one shot, few rows": dict(schedule="one_shot", tile=(128, 128, 64), stages=5, rows=16),
 }

@@ -10,7 +10,7 @@ SOURCES = Path(tileweave.__file__).parent
 KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.py", "tiles/channel.py"
 PHASES, MOVER, COMMUNICATOR = (f"tiles/{name}.py" for name in ("phases", "mover", "communicator"))
 REDUCER, SUMS = "tiles/reducer.py", "tiles/sums.py"
-TCGEN05 = "tiles/matmul_tcgen05.py"
+TCGEN05, BLOCK_SCALES = "tiles/matmul_tcgen05.py", "tiles/block_scales.py"
 ATTENTION, ATTENTION_TCGEN05 = "tiles/attention.py", "tiles/attention_tcgen05.py"
 TEMPLATE = ("tiles/units.py", "tiles/matmul_wgmma.py", MATMUL)  # what an edit of MATMUL may be in
 
@@ -28,6 +28,7 @@ def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", tem
     paths = (
         CHANNEL,
         *TEMPLATE[:-1],
+        BLOCK_SCALES,
         TCGEN05,
         template,
         *((ATTENTION_TCGEN05, "tiles/attention_roles.py") if template == ATTENTION else ()),

@@ -22,6 +22,7 @@ from tests.fabric.groups_program import gpus_by_a_fake_driver
 from tests.ops.all_gather_matmul.problems import operands as gathered_operands
 from tests.ops.collectives import MOVING, inputs
 from tests.ops.problems import operands
+from tests.ops.test_block_scales import operands as block_operands
 from tileweave.bench import nodes as bench
 from tileweave.fabric import fabric_of, processes
 from tileweave.fabric.nodes import Nodes
@@ -73,6 +74,15 @@ def scatters(group, mine, world):
     scales = [(each.abs().float().mean(1, True), torch.tensor(0.5, device=DEVICE)) for each in a]
     out = tw.matmul_reduce_scatter(a[mine], b[mine], group, scale_a=scales[mine][0], scale_b=scales[mine][1])
     near(out, reference(a, b, scales=scales).chunk(world)[mine], world)
+
+
+def scales(group, mine, world):
+    """Scales of blocks are not cut between nodes: a fallback."""
+    a, b, of, truth = block_operands(world, 24 * world, 24, 128, torch.float8_e4m3fn, device=DEVICE)
+    kw = dict(scale_a=of[mine][0], scale_b=of[mine][1])
+    route = tw.explain("matmul_reduce_scatter", a[mine], b[mine], group, **kw)
+    assert route.verdict == "fallback" and "operands times their scales" in route.reason, route
+    near(tw.matmul_reduce_scatter(a[mine], b[mine], group, **kw), truth.to(DEVICE).chunk(world)[mine], world)
 
 
 def gathers(group, mine, world):
@@ -216,7 +226,7 @@ def sends(group, mine, world):
         Nodes.exchange, Nodes.gather, Nodes.all_reduce = real
 
 
-ALL = (scatters, gathers, reduces, moves, gradients, says, sends)
+ALL = (scatters, scales, gathers, reduces, moves, gradients, says, sends)
 
 
 def composed(nodes, parts, rank):

@@ -3,7 +3,10 @@
 from tests.compilers import NEWEST, SHARED_LIMIT, needs_triton, report, variants
 from tests.compiling_tcgen05 import ATTENTION_NAMES, NAMES
 
+KINDS = {"UTCQMMA": ("float8", "mxfp8"), "UTCOMMA": ("nvfp4",)}  # words of names: products of 8 and of 4 bits
 OLDEST = (
+    "matmul_reduce_scatter: mxfp8",
+    "matmul_reduce_scatter: nvfp4, one shot",
     "matmul_reduce_scatter: smallest tile, deterministic, shared tiles, eight ranks",
     "matmul_all_reduce: two shots, largest tile",
     "all_gather_matmul: float8 operands, largest tile",
@@ -19,10 +22,11 @@ def test_a_variant_multiplies_by_tcgen05_alone(triton, name):
     assert (r["stack"], r["STL"], r["LDL"]) == (0, 0, 0), "registers are spilled"
     assert r["shared"] <= SHARED_LIMIT
     assert (r["HGMMA"], r["QGMMA"]) == (0, 0), "there is no wgmma on this GPU"
-    of_8_bits, of_16_bits = r["UTCQMMA"], r["UTCHMMA"]
-    assert (of_8_bits, of_16_bits) == ((4, 0) if "float8" in name else (0, 4)), "a K step of 128 bytes is four"
-    columns = 128 if "smallest" in name else 512 if "largest" in name else 256
-    assert r["tensor_columns"] == columns, "two accumulators"
+    kind = next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "UTCHMMA")
+    assert [each for each in ("UTCHMMA", *KINDS) if r[each]] == [kind] and r[kind] == 4, "a K step of 128 bytes is four"
+    assert r["UTCCP"] == (2 if "mxfp8" in name else 8 if "nvfp4" in name else 0), "512 bytes of scales each"
+    columns = 128 if "smallest" in name else 512 if "largest" in name or r["UTCCP"] else 256
+    assert r["tensor_columns"] == columns, "two accumulators, and scales"
     assert {128, 256} <= set(r["setmaxnreg"]), "of worker warps, and of the multiplier"
     assert r["UTMALDG"] >= 2 and r["UTMASTG"] >= 1
 

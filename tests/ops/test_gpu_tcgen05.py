@@ -5,6 +5,7 @@ import torch
 
 import tileweave as tw
 from tests.ops import problems as scatter
+from tests.ops import test_block_scales as blocks
 from tests.ops import test_float8 as float8
 from tests.ops.all_gather_matmul import problems as gather
 from tests.ops.matmul_all_reduce import problems as reduce
@@ -47,6 +48,21 @@ def test_float8_operands():
     with tw.virtual_world(2, device="cuda", timeout=5.0) as w:
         outs = float8.run(w, a, b, scales)
     float8.assert_scaled_right(outs, a, b, scales)
+
+
+@pytest.mark.parametrize("changes", [None, dict(), dict(schedule="inter_sm", comm_sms=4), dict(schedule="none")])
+@pytest.mark.parametrize("dtype", [blocks.FP8, blocks.FP4], ids=["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("world, m, n, k", [(1, 392, 264, 1152), (2, 2 * 256, 520, 2048), (4, 4 * 40, 136, 128)])
+def test_scales_of_blocks(world, m, n, k, dtype, changes):
+    if changes and (world == 1 or m // world % 128) and changes["schedule"] == "inter_sm":
+        pytest.skip("nobody to send to, or rows that are no whole blocks")
+    if changes == dict() and m // world % 128 and world > 1:
+        pytest.skip("rows that are no whole blocks")
+    a, b, scales, truth = blocks.operands(world, m, n, k, dtype, device="cuda")
+    with tw.virtual_world(world, device="cuda", timeout=5.0) as w:
+        chosen = None if changes is None else plan(tile=(128, 128, 128), **changes)
+        outs = blocks.run(w, a, b, scales, calls=3, plan=chosen)
+    blocks.assert_right(outs, truth, world)
 
 
 @pytest.mark.parametrize("schedule", ["one_shot", "intra_sm", "inter_sm"])

@@ -82,7 +82,7 @@ MUTANTS = {
     "an accumulator never handed over": (TCGEN05, [(FILLED, "")], "whole", "D"),
     "handed over before its products are done": (TCGEN05, [(FILLED, "        full.publish(to)\n")], "whole", "RP"),
     "handed over before its products are issued": (TCGEN05, [(FILLED, ""), (TURN, FILLED.replace("        gl", "            gl", 1) + TURN)], "whole", "RPD"),
-    "operands given back before they are read": (TCGEN05, [("mbarriers=read)\n", "mbarriers=[])\n            mm.ring.release(at)\n")], "whole", "R"),
+    "operands given back before they are read": (TCGEN05, [("mbarriers=read)\n", "mbarriers=[])\n                mm.ring.release(at)\n")], "whole", "R"),
     "operands not given back": (TCGEN05, [("mbarriers=read)", "mbarriers=[])")], "whole", "D"),
     "adds to what the last tile left": (TCGEN05, [("use_acc=step > first", "use_acc=True")], "whole", "PW"),
     "a share adds to what the last tile left": (TCGEN05, [("use_acc=step > first", "use_acc=step > 0")], "shared", "PW"),
@@ -90,12 +90,12 @@ MUTANTS = {
     "parts read before the products are done": (MATMUL, [("            accumulators.ring.consumer_wait(taken)\n", "")], "whole", "RP"),
     "the accumulator given back before it is read": (MATMUL, [(READ, "        if mm.TENSOR:\n"), ("            parts = accumulators.bufs.index(taken.slot)\n", "            parts = accumulators.bufs.index(taken.slot)\n            accumulators.ring.release(taken)\n")], "whole", "R"),
     "the accumulator not given back": (MATMUL, [(READ, "        if mm.TENSOR:\n")], "whole", "D"),
-    "the loader reads the epoch late": (MATMUL, [("NOBODY, NOTHING, now)", "NOBODY, NOTHING)")], "whole", "R"),
+    "the loader reads the epoch late": (MATMUL, [("NOBODY, NOTHING, now, scales)", "NOBODY, NOTHING)")], "whole", "R"),
     "the fetcher reads the epoch late": (TCGEN05, [("    met = epoch == epoch\n    at, previous", "    epoch = gl.load(mm.state) + 1\n    met = epoch == epoch\n    at, previous")], "whole", "R"),
     "peers' parts in the operands' places": (TCGEN05, [("mm.ring.behind(MORE).start(), -1", "mm.ring.start(), -1")], "whole", "RDPW"),
     "the fetcher does not meet the peers": (TCGEN05, [("            met = MEET(work, owner, epoch)\n", "")], "whole", "RPW"),
     # harmless
-    "a commit more": (TCGEN05, [("mbarriers=read)\n", "mbarriers=[])\n            gl.tcgen05_commit(mm.ring.empty_at(at))\n")], "whole", None),
+    "a commit more": (TCGEN05, [("mbarriers=read)\n", "mbarriers=[])\n                gl.tcgen05_commit(mm.ring.empty_at(at))\n")], "whole", None),
     "a fence more": (MATMUL, [(READ, "        gl.fence_async_shared()\n" + READ)], "whole", None),
 }  # fmt: skip
 

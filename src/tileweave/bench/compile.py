@@ -20,14 +20,18 @@ ELEMENT_TYPES = {
     torch.float16: "fp16",
     torch.float32: "fp32",
     torch.float8_e4m3fn: "fp8e4nv",
+    torch.uint8: "u8",
     torch.int8: "i8",
     torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }
-# Machine instructions: wgmma of 16-bit and of 8-bit operands, tcgen05.mma of both, TMA loads, stores and reduce-adds,
-# register budgets, and what spilled registers leave.
-INSTRUCTIONS = ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL", "LDL")
+# Machine instructions: wgmma of 16-bit and of 8-bit operands, tcgen05.mma of both and of 4-bit ones, tcgen05.cp,
+# TMA loads, stores and reduce-adds, register budgets, and what spilled registers leave.
+INSTRUCTIONS = (
+    "HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA", "UTCOMMA", "UTCCP", "UTMALDG", "UTMASTG", "UTMAREDG", "USETMAXREG", "STL",
+    "LDL",
+)  # fmt: skip
 
 
 def compile_report(kernel: Any, args: Sequence[Any], num_warps: int, capability: int = 90) -> dict[str, Any]:

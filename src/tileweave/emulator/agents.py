@@ -89,7 +89,8 @@ class Partition(greenlet):
         self.lanes: list[int] = []  # lanes of the asynchronous operations that it issues
         self.stores: list = []  # bulk stores that no full wait has covered
         self.mmas: list = []  # wgmma in flight
-        self.product: Any = None  # the latest tcgen05.mma,
+        self.product: Any = None  # the latest tcgen05.mma or copy to tensor memory,
+        self.copied: Any = None  # the latest of such copies,
         self.products: dict[Any, Any] = {}  # that of each accumulator,
         self.issued: dict[int, int] = {}  # and of each of their lanes the last event
         self.elected: list[tuple[int, int]] = []  # completions that only the elected thread knows of

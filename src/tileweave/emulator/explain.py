@@ -120,8 +120,8 @@ def _completion(op, other) -> str:
     what = op.place.what
     if what == "wgmma":
         return "warpgroup_mma_wait for the wgmma that reads it, then an arrival for which the writer waits"
-    if what == "tcgen05.mma":
-        return "tcgen05_commit to an mbarrier after the tcgen05.mma, and mbarrier_wait for it before the other access"
+    if what in ("tcgen05.mma", "tcgen05.cp"):
+        return f"tcgen05_commit to an mbarrier after the {what}, and mbarrier_wait for it before the other access"
     if op.kind == "read" or what == "TMA load":
         how = "mbarrier_wait for the bytes of" if what == "TMA load" else "store_read_wait for"
         return f"{how} the {what}, by the partition of the other access or by one that then tells it"

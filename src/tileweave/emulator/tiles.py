@@ -12,6 +12,7 @@ from tileweave.emulator.places import Place
 
 DTYPES = {
     lang.int1: torch.bool,
+    lang.uint8: torch.uint8,
     lang.int32: torch.int32,
     lang.int64: torch.int64,
     lang.float16: torch.float16,

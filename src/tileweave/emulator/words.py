@@ -56,8 +56,10 @@ from tileweave.emulator.tensor_words import TensorView as tensor_memory_descript
 from tileweave.emulator.tensor_words import (
     allocate_tensor_memory,
     tcgen05_commit,
+    tcgen05_copy_scales,
     tcgen05_load,
     tcgen05_mma,
+    tcgen05_mma_scaled,
     tcgen05_store,
     tensor_memory_registers,
 )
@@ -97,15 +99,17 @@ def constexpr(value):
 
 
 # Types and layouts are values that kernels hand around: the library's own serve.
-int1, int32, int64 = lang.int1, lang.int32, lang.int64
+int1, uint8, int32, int64 = lang.int1, lang.uint8, lang.int32, lang.int64
 float16, bfloat16, float32, float8e4nv = lang.float16, lang.bfloat16, lang.float32, lang.float8e4nv
 BlockedLayout, SliceLayout, NVMMADistributedLayout = lang.BlockedLayout, lang.SliceLayout, lang.NVMMADistributedLayout
 NVMMASharedLayout, MBarrierLayout = lang.NVMMASharedLayout, lang.MBarrierLayout
-DotOperandLayout, TensorMemoryLayout = lang.DotOperandLayout, lang.TensorMemoryLayout
+DotOperandLayout = lang.DotOperandLayout
+TensorMemoryLayout, TensorMemoryScalesLayout = lang.TensorMemoryLayout, lang.TensorMemoryScalesLayout
 
 __all__ = [
     "ABORT", "HEADER_WORDS", "RECORD", "BlockedLayout", "DotOperandLayout", "Flags", "MBarrierLayout",
-    "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "TensorMemoryLayout", "all_reduce",
+    "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "TensorMemoryLayout",
+    "TensorMemoryScalesLayout", "all_reduce",
     "allocate_shared_memory", "allocate_tensor_memory",
     "arange", "atomic_add", "atomic_cas", "atomic_max", "atomic_xchg", "barrier", "barrier_all", "bfloat16",
     "broadcast_async", "cdiv", "column_block", "columns", "constexpr", "convert_layout", "exp2", "fence_async_shared",
@@ -115,8 +119,9 @@ __all__ = [
     "minimum", "multicast_pointer", "multimem_add", "multimem_load_reduce", "multimem_store", "num_programs",
     "num_warps", "pack_pairs", "program_id", "reduce", "reinterpret", "shared_memory_descriptor", "signal",
     "signal_all", "static_assert", "static_range", "store", "store_add_async", "store_async",
-    "store_read_wait", "store_wait", "sum", "tcgen05_commit", "tcgen05_load", "tcgen05_mma", "tcgen05_store", "tensor",
+    "store_read_wait", "store_wait", "sum", "tcgen05_commit", "tcgen05_copy_scales", "tcgen05_load", "tcgen05_mma",
+    "tcgen05_mma_scaled", "tcgen05_store", "tensor",
     "tensor_descriptor", "tensor_memory_descriptor", "tensor_memory_registers", "tma_load", "tma_store",
-    "to_tensor", "unpack_pairs", "wait", "wait_all", "warp_specialize", "warpgroup_mma", "warpgroup_mma_init",
+    "to_tensor", "uint8", "unpack_pairs", "wait", "wait_all", "warp_specialize", "warpgroup_mma", "warpgroup_mma_init",
     "warpgroup_mma_wait", "where", "zeros",
 ]  # fmt: skip

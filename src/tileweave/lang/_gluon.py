@@ -48,6 +48,7 @@ from triton.experimental.gluon.language import (
     sum,
     tensor,
     to_tensor,
+    uint8,
     where,
     zeros,
 )
@@ -74,10 +75,13 @@ from tileweave.lang._sums import (
 )
 from tileweave.lang._tensor import (
     TensorMemoryLayout,
+    TensorMemoryScalesLayout,
     allocate_tensor_memory,
     tcgen05_commit,
+    tcgen05_copy_scales,
     tcgen05_load,
     tcgen05_mma,
+    tcgen05_mma_scaled,
     tcgen05_store,
     tensor_memory_descriptor,
     tensor_memory_registers,

@@ -2,9 +2,10 @@
 
 WORDS = (
     # types and compile-time values
-    "constexpr", "tensor", "shared_memory_descriptor", "tensor_descriptor", "int1", "int32", "int64", "float16",
-    "float8e4nv", "bfloat16", "float32", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout",
-    "NVMMASharedLayout", "MBarrierLayout", "DotOperandLayout", "TensorMemoryLayout", "tensor_memory_descriptor",
+    "constexpr", "tensor", "shared_memory_descriptor", "tensor_descriptor", "int1", "uint8", "int32", "int64",
+    "float16", "float8e4nv", "bfloat16", "float32", "BlockedLayout", "SliceLayout", "NVMMADistributedLayout",
+    "NVMMASharedLayout", "MBarrierLayout", "DotOperandLayout", "TensorMemoryLayout", "TensorMemoryScalesLayout",
+    "tensor_memory_descriptor",
     # structure
     "grid_dependency_wait", "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv",
     "warp_specialize", "barrier",
@@ -19,7 +20,7 @@ WORDS = (
     "fence_async_shared", "warpgroup_mma", "warpgroup_mma_init", "warpgroup_mma_wait", "tma_load", "tma_store",
     # tensor memory (Blackwell)
     "allocate_tensor_memory", "tensor_memory_registers", "tcgen05_load", "tcgen05_store", "tcgen05_mma",
-    "tcgen05_commit",
+    "tcgen05_mma_scaled", "tcgen05_copy_scales", "tcgen05_commit",
     # communication primitives
     "load_async", "store_async", "store_add_async", "broadcast_async", "store_read_wait", "store_wait",
     "fence_proxy_async", "Flags", "ABORT", "RECORD", "HEADER_WORDS", "signal", "signal_all", "wait", "wait_all",

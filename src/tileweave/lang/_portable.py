@@ -116,6 +116,11 @@ class TensorMemoryLayout:
     col_stride: int
 
 
+@dataclass(frozen=True)
+class TensorMemoryScalesLayout:
+    """Layout of operands' scales in tensor memory."""
+
+
 @dataclass
 class TensorDescriptor:
     """Host side of a TMA descriptor; sizes and strides in elements."""
@@ -134,7 +139,7 @@ class TensorDescriptor:
         return cls(tensor, list(tensor.shape), list(tensor.stride()), block_shape, layout, padding)
 
 
-int1, int32, int64 = DType("int1", 1), DType("int32", 32), DType("int64", 64)
+int1, uint8, int32, int64 = DType("int1", 1), DType("uint8", 8), DType("int32", 32), DType("int64", 64)
 float16, bfloat16, float32 = DType("fp16", 16), DType("bf16", 16), DType("fp32", 32)
 float8e4nv = DType("fp8e4nv", 8)
 ABORT, RECORD, REPORT, HEADER_WORDS = constexpr(0), constexpr(1), constexpr(8), constexpr(16)

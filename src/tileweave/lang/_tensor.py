@@ -11,6 +11,7 @@ from triton.experimental.gluon.language._core import builtin as _builtin
 from triton.experimental.gluon.language.nvidia import blackwell as _bw
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
+    TensorMemoryScalesLayout,
     allocate_tensor_memory,
     tcgen05_commit,
     tensor_memory_descriptor,
@@ -19,8 +20,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from tileweave.lang._asm import asm
 
 __all__ = [
-    "TensorMemoryLayout", "allocate_tensor_memory", "tcgen05_commit", "tcgen05_load", "tcgen05_mma", "tcgen05_store",
-    "tensor_memory_descriptor", "tensor_memory_registers",
+    "TensorMemoryLayout", "TensorMemoryScalesLayout", "allocate_tensor_memory", "tcgen05_commit", "tcgen05_copy_scales",
+    "tcgen05_load", "tcgen05_mma", "tcgen05_mma_scaled", "tcgen05_store", "tensor_memory_descriptor",
+    "tensor_memory_registers",
 ]  # fmt: skip
 
 
@@ -66,3 +68,34 @@ def tcgen05_mma(a, b, acc, *, use_acc=True, mbarriers=(), _semantic=None):
     """
     asm("tcgen05.fence::after_thread_sync;", _semantic=_semantic)
     _bw.tcgen05_mma(a, b, acc, use_acc=use_acc, mbarriers=list(mbarriers), _semantic=_semantic)
+
+
+@_builtin
+def tcgen05_copy_scales(src, dst, _semantic=None):
+    """Start a copy of scales from shared memory to tensor memory, from one thread, for products to come.
+
+    src: [N / 128, S / 4, 2, 256] bytes, not swizzled, blocks of 128 rows and 4 columns as torch's block-scaled products
+    take them: row 32 j + i of a block is bytes 4 j to 4 j + 3 of its i-th 16. dst: [N, S] in TensorMemoryScalesLayout.
+    Copies and products of a partition take place in order; a commit tells of copies too. `src` is read as operands are.
+    """
+    rows, columns = (_gl._unwrap_if_constexpr(n) for n in dst.shape)
+    asm("tcgen05.fence::after_thread_sync;", _semantic=_semantic)
+    blocks = src.reshape((rows // 128, columns // 4, 32, 4, 4), _semantic=_semantic)
+    by_rows = blocks.permute((0, 3, 2, 1, 4), _semantic=_semantic)
+    _bw.tcgen05_copy(by_rows.reshape((rows, columns), _semantic=_semantic), dst, _semantic=_semantic)
+
+
+@_builtin
+def tcgen05_mma_scaled(a, b, acc, a_scales, b_scales, *, use_acc=True, mbarriers=(), _semantic=None):
+    """`tcgen05_mma` of operands each of whose elements is multiplied with the scale of its row of a, or column of b,
+    and of its block along K: M is 128.
+
+    a, b: float8e4nv, or uint8 with two of float4 (e2m1) along K, the first in the low bits; both with K innermost.
+    a_scales, b_scales: [M, S] and [N, S] in tensor memory; blocks have K / S elements: 32 of float8 with scales of 8
+    bits of exponent (uint8), 16 of float4 with scales of float8e4nv.
+    """
+    kind = _gl.constexpr("e2m1" if a.dtype == _gl.uint8 else "e4m3")
+    asm("tcgen05.fence::after_thread_sync;", _semantic=_semantic)
+    _bw.tcgen05_mma_scaled(
+        a, b, acc, a_scales, b_scales, kind, kind, use_acc=use_acc, mbarriers=list(mbarriers), _semantic=_semantic
+    )

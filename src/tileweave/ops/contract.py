@@ -17,12 +17,13 @@ from tileweave.planner.tuned import Tuned
 
 DTYPES = (torch.bfloat16, torch.float16)  # of operands of a fused matmul
 FP8 = torch.float8_e4m3fn
+FP4 = torch.float4_e2m1fn_x2  # two values in an element
 
 
 def operand_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which `x` reaches the operator: autocast, where it is on, casts it as it does for torch.matmul."""
     device = x.device.type
-    castable = x.is_floating_point() and x.dtype not in (torch.float64, FP8)
+    castable = x.is_floating_point() and x.dtype not in (torch.float64, FP8, FP4)
     if castable and device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype

@@ -47,7 +47,7 @@ def by_rows(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
 
 
 class Box:
-    """TMA descriptors of tensors that differ in their data only, in boxes of `block`, with 128-byte swizzling.
+    """TMA descriptors of tensors that differ in their data only, in boxes of `block`, as those of `describe`.
 
     Triton checks a descriptor when it is made, which takes longer than all else that a warm call does for one. So the
     checks are made once, with `like`, and a call's descriptors are copies with another base.
@@ -55,8 +55,8 @@ class Box:
 
     __slots__ = ("_fields",)
 
-    def __init__(self, like: torch.Tensor, block: Sequence[int], padding: str = "zero"):
-        self._fields = dict(vars(describe(like, block, padding)), base=None)
+    def __init__(self, like: torch.Tensor, block: Sequence[int], padding: str = "zero", swizzle: int = 128):
+        self._fields = dict(vars(describe(like, block, padding, swizzle)), base=None)
 
     def at(self, base: torch.Tensor, rows: int | None = None) -> TensorDescriptor:
         """The descriptor of a tensor like that of the constructor, 16-byte aligned, but of `rows`, its last dimension
@@ -68,9 +68,9 @@ class Box:
         return made
 
 
-def describe(x: torch.Tensor, block: Sequence[int], padding: str = "zero") -> TensorDescriptor:
-    """TMA descriptor of `x` in boxes of `block`, with 128-byte swizzling."""
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * x.element_size(), rank=len(block))
+def describe(x: torch.Tensor, block: Sequence[int], padding: str = "zero", swizzle: int = 128) -> TensorDescriptor:
+    """TMA descriptor of `x` in boxes of `block`, swizzled by so many bytes."""
+    layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * x.element_size(), rank=len(block))
     return TensorDescriptor.from_tensor(x, list(block), layout, padding)
 
 

@@ -16,11 +16,13 @@ from tileweave.planner.tiling import (
     PART_BYTES,
     SM_FETCH_GBS,
     STEP_BYTES,
+    TENSOR_COLUMNS,
     Tiling,
     operand_bytes,
     part_buffers,
     part_rows,
     ring_bytes,
+    tensor_columns,
     tiles_of,
     tilings_of,
     whole_tiles,
@@ -48,7 +50,8 @@ class Problem:
     m, n: the full product; k: this rank's share of the inner dimension; message_bytes: size of an element of the
     result, which is also what travels; sms: SMs the kernel may use on this rank; linked: whether peers are behind a
     link (False for virtual and emulated ranks); operand_bytes: size of an element of a and b; cores: see `Plan.core`,
-    those that there are, of which the planner takes the first.
+    those that there are, of which the planner takes the first; scales: of each row in a K step, 0 if it has none of
+    blocks along K.
     """
 
     m: int
@@ -61,6 +64,7 @@ class Problem:
     linked: bool = True
     operand_bytes: int = 2
     cores: tuple[str, ...] = ("wgmma",)
+    scales: int = 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             "beside which there are registers for scales"
         )
     alone = matmul_of(problem, plan)
-    tileless = untileable(plan, problem.message_bytes, hardware, problem.operand_bytes, problem.cores)
+    of = problem.operand_bytes, problem.cores, problem.scales
+    tileless = untileable(plan, problem.message_bytes, hardware, *of) or unscalable(problem, plan)
     return tileless or unshareable(alone, plan) or roomless(workspace_bytes(problem, plan), hardware)
 
 
@@ -177,6 +182,28 @@ def first(found: list[tuple[float, Plan]], hardware: Hardware) -> tuple[float, P
     return found[0]
 
 
+def unscalable(problem: Problem, plan: Plan) -> str | None:
+    """Why tiles cannot have scales of blocks along K, which lie together for CORE_ROWS rows; None if they can."""
+    if not problem.scales:
+        return None
+    columns, rows = tensor_columns(plan.tile, problem.scales), problem.m // problem.world
+    if plan.tile[1] % CORE_ROWS:
+        return (
+            f"plan.tile={plan.tile}: scales in blocks lie together for {CORE_ROWS} columns, so a tile has {CORE_ROWS}"
+        )
+    if columns > TENSOR_COLUMNS:
+        return (
+            f"plan.tile={plan.tile} with scales in blocks needs {columns} columns of tensor memory, an SM has "
+            f"{TENSOR_COLUMNS}; a tile of {CORE_ROWS} columns would do"
+        )
+    if problem.world > 1 and plan.schedule in ("intra_sm", "inter_sm") and rows % CORE_ROWS:
+        return (
+            f"plan.schedule={plan.schedule!r}: with scales in blocks a rank's {rows} rows must be a multiple of "
+            f"{CORE_ROWS}; 'one_shot' and 'none' would do"
+        )
+    return None
+
+
 def matmul_of(problem: Problem, plan: Plan) -> Problem:
     """The problem of the CTAs that multiply, on SMs that do not communicate: as one rank if no tile is an owner's."""
     if plan.schedule in ("one_shot", "none"):
@@ -204,7 +231,7 @@ def blocks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
 
 def untileable(
     plan: Plan, message_bytes: int, hardware: Hardware = H200, operand_bytes: int = 2,
-    cores: tuple[str, ...] = ("wgmma",),
+    cores: tuple[str, ...] = ("wgmma",), scales: int = 0,
 ) -> str | None:  # fmt: skip
     """Why no CTA can have the tile and ring of `plan`, naming the legal values; None if it can."""
     if plan.core not in cores:
@@ -218,8 +245,8 @@ def untileable(
         return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
     if plan.stages < 2:
         return f"plan.stages={plan.stages}: the ring needs at least 2"
-    if part_buffers(plan.tile, plan.stages, message_bytes, hardware, plan.core) < 1:
-        need = ring_bytes(plan.tile, plan.stages, plan.core) + plan.tile[0] * PART_BYTES + BARRIER_BYTES
+    if part_buffers(plan.tile, plan.stages, message_bytes, hardware, plan.core, scales) < 1:
+        need = ring_bytes(plan.tile, plan.stages, plan.core, scales) + plan.tile[0] * PART_BYTES + BARRIER_BYTES
         return (
             f"plan.tile={plan.tile} with plan.stages={plan.stages} needs {need} bytes of shared memory, "
             f"a CTA has {hardware.shared_bytes}"
@@ -317,14 +344,14 @@ def candidates(
     found = []
     core = problem.cores[0]
     for (mechanism, schedule, comm_sms), tiling, split in product(
-        ways(problem) if tried is None else tried, tilings_of(problem.operand_bytes, core), SPLITS
+        ways(problem) if tried is None else tried, tilings_of(problem.operand_bytes, core, problem.scales), SPLITS
     ):
         plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms, core=core)
         if comm_sms >= problem.sms:
             continue
         tiles, sms = count_tiles(problem, plan), problem.sms - comm_sms
         idle = split > 1 and (whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
-        fits = schedule != "one_shot" or few(problem, plan)
+        fits = schedule != "one_shot" or few(problem, plan) or unscalable(problem, replace(plan, schedule="intra_sm"))
         if fits and not idle and not unsupported(problem, plan, hardware):
             found.append((cost_of(problem, plan, tiling, hardware).total_us, plan))
     return sorted(found, key=lambda each: each[0])

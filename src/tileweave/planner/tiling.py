@@ -19,6 +19,7 @@ SM_FETCH_GBS = 13.0  # what an SM moves by plain loads and stores behind its til
 MORE_PLACES = 2  # of A's size, beside the operand ring of tcgen05, for what epilogues take in
 CORES = ("wgmma", "tcgen05")  # instructions of tensor cores: Hopper's, Blackwell's
 CORE_ROWS = 128  # of an accumulator in tensor memory
+TENSOR_COLUMNS, SCALE_COLUMNS = 512, 32  # of tensor memory, and of which an operand's scales take a multiple
 LANE_COLS = 8  # elements of 16 bits in a 16-byte access
 IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first,
 LANE_VECTORS = 4  # and how many of them go into sums of their own, which take registers
@@ -35,16 +36,24 @@ def part_rows(tile: Tile, core: str = "wgmma") -> int:
     return tile[0] // 2 if tile[0] > 64 and core == "wgmma" else tile[0]
 
 
-def ring_bytes(tile: Tile, stages: int, core: str = "wgmma") -> int:
-    """Shared memory of the operand ring, and of what a core has beside it."""
+def ring_bytes(tile: Tile, stages: int, core: str = "wgmma", scales: int = 0) -> int:
+    """Shared memory of the operand ring, with so many scales of a row in a K step, and of what a core has beside it."""
     places = MORE_PLACES if core == "tcgen05" else 0
-    return (stages * (tile[0] + tile[1]) + places * tile[0]) * STEP_BYTES
+    return stages * (tile[0] + tile[1]) * (STEP_BYTES + scales) + places * tile[0] * STEP_BYTES
 
 
-def part_buffers(tile: Tile, stages: int, message_bytes: int, hardware: Hardware = H200, core: str = "wgmma") -> int:
+def tensor_columns(tile: Tile, scales: int = 0) -> int:
+    """Columns of tensor memory: two accumulators, and scales of a K step, as Triton lays them out."""
+    of = (math.ceil(rows * scales / CORE_ROWS / SCALE_COLUMNS) * SCALE_COLUMNS for rows in tile[:2])
+    return 2 * tile[1] + sum(of)
+
+
+def part_buffers(
+    tile: Tile, stages: int, message_bytes: int, hardware: Hardware = H200, core: str = "wgmma", scales: int = 0
+) -> int:
     """Buffers for finished parts of each multiplier: as many as it has parts, or the power of two that fits beside
     the operand ring; 0 if none does."""
-    free = hardware.shared_bytes - BARRIER_BYTES - ring_bytes(tile, stages, core)
+    free = hardware.shared_bytes - BARRIER_BYTES - ring_bytes(tile, stages, core, scales)
     fits = min(free // (tile[0] * PART_BYTES), tile[1] * message_bytes // PART_BYTES)
     return 1 << fits.bit_length() - 1 if fits > 0 else 0
 
@@ -139,13 +148,14 @@ def _load() -> dict[int, tuple[Tiling, ...]]:
     }
 
 
-def tilings_of(operand_bytes: int, core: str) -> tuple[Tiling, ...]:
+def tilings_of(operand_bytes: int, core: str, scales: int = 0) -> tuple[Tiling, ...]:
     """The tile configurations of a core. Those of tcgen05, which nobody has measured, are wgmma's with the rows of its
-    accumulator, with a stage less, in whose place are the MORE_PLACES."""
+    accumulator, with a stage less, in whose place are the MORE_PLACES, and with scales in blocks another one."""
     table = BY_OPERAND_BYTES[operand_bytes]
     if core == "wgmma":
         return table
-    return tuple(replace(each, stages=each.stages - 1) for each in table if each.tile[0] == CORE_ROWS)
+    less = 2 if scales else 1
+    return tuple(replace(each, stages=each.stages - less) for each in table if each.tile[0] == CORE_ROWS)
 
 
 BY_OPERAND_BYTES = _load()  # the table by the size of an element of A and B

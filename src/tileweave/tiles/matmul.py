@@ -34,6 +34,7 @@ part goes, and who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmu
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.block_scales import load_scales
 from tileweave.tiles.channel import Channel, make_channel
 from tileweave.tiles.matmul_tcgen05 import MORE, fetch_role, issue_role, make_accumulators, part_of
 from tileweave.tiles.matmul_wgmma import multiply_tile, pass_over
@@ -242,12 +243,14 @@ def no_communicator(work):
 @gl.jit
 def load_role(
     work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
-    LOAD_MORE: gl.constexpr, now=None,
+    LOAD_MORE: gl.constexpr, now=None, scales=None,
 ):  # fmt: skip
     """Loader: for each tile, all K steps of A and B through the ring, then what its epilogue takes in. TENSOR: `now` is
-    this call's epoch, as a commit does not tell the storers, by way of the multiplier, that this role has read it."""
+    this call's epoch, as a commit does not tell the storers, by way of the multiplier, that this role has read it; with
+    `scales`, those of blocks along K come with each step."""
     mm = work.matmul
     STEP_BYTES: gl.constexpr = mm.BK * (mm.a_desc.dtype.primitive_bitwidth // 8)
+    BESIDE: gl.constexpr = 0 if scales is None else scales.BYTES
     epoch = this_epoch(mm) if now is None else now
     met = epoch == epoch
     at, previous = mm.ring.start(), -1
@@ -258,8 +261,10 @@ def load_role(
         for step in range(first, last):
             mm.ring.producer_wait(at)
             bar = mm.ring.ready_at(at)
-            gl.mbarrier_expect(bar, (mm.A_ROWS + mm.ACC) * STEP_BYTES)
+            gl.mbarrier_expect(bar, (mm.A_ROWS + mm.ACC) * STEP_BYTES + BESIDE)
             LOAD(work, at, bar, owner, a_row, col, step, epoch, there)
+            if scales is not None:
+                load_scales(scales, at, bar, a_row, col, step)
             at = mm.ring.next(at)
         if owner != previous:
             met = MEET(work, owner, epoch)
@@ -427,10 +432,11 @@ def run_matmul(
     LOAD_MORE: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr,
     COMMUNICATE: gl.constexpr, REGISTERS: gl.constexpr = 48, WITHIN: gl.constexpr = all_steps,
     AHEAD: gl.constexpr = nothing_ahead, SCALE: gl.constexpr = unscaled,
-    EXTRA: gl.constexpr = None, epoch=0,
+    EXTRA: gl.constexpr = None, epoch=0, scales=None,
 ):  # fmt: skip
     """Run the roles. A worker warp's 48 REGISTERS do for addresses and waits unless an op has many of them, a multiplier's
-    224 for its accumulator; TENSOR leaves as many as anyone wants. With an EXTRA role `epoch` is this call's, read before any role may advance it."""
+    224 for its accumulator; TENSOR leaves as many as anyone wants. With an EXTRA role `epoch` is this call's, read before any role may advance it.
+    TENSOR: `scales` are those of blocks along K."""
     HALVES: gl.constexpr = work.matmul.HALVES
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
@@ -445,8 +451,8 @@ def run_matmul(
         gl.warp_specialize(
             [
                 (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN, AHEAD, SCALE, accumulators)),
-                (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, NOBODY, NOTHING, now)),
-                (issue_role, (work, accumulators)),
+                (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, NOBODY, NOTHING, now, scales)),
+                (issue_role, (work, accumulators, scales)),
                 (fetch_role, (work, LOCATE, MEET, LOAD_MORE, now)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),
             ]

@@ -15,6 +15,7 @@ So the next tile is multiplied while one is in its epilogue.
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.block_scales import multiply_scaled
 from tileweave.tiles.channel import Channel, make_channel
 from tileweave.tiles.units import first_unit, unit, unit_step, units
 
@@ -41,8 +42,9 @@ def make_accumulators(mm):
 
 
 @gl.jit
-def issue_role(work, accumulators):
-    """Issuer: the products of each tile's K steps, then the commit that hands the accumulator to the multiplier."""
+def issue_role(work, accumulators, scales=None):
+    """Issuer: the products of each tile's K steps, then the commit that hands the accumulator to the multiplier. With
+    `scales`, those of blocks along K."""
     mm, full = work.matmul, accumulators.ring
     at, to = mm.ring.start(), full.start()
     for u in range(first_unit(mm), units(mm), unit_step(mm)):
@@ -57,7 +59,11 @@ def issue_role(work, accumulators):
             if mm.B_T:
                 b = b.permute((1, 0))
             read = [mm.ring.empty_at(at)]
-            gl.tcgen05_mma(a, b, accumulators.bufs.index(to.slot), use_acc=step > first, mbarriers=read)
+            acc = accumulators.bufs.index(to.slot)
+            if scales is None:
+                gl.tcgen05_mma(a, b, acc, use_acc=step > first, mbarriers=read)
+            else:
+                multiply_scaled(scales, at, a, b, acc, step > first, read[0])
             at = mm.ring.next(at)
         gl.tcgen05_commit(full.ready_at(to))
         to = full.next(to)

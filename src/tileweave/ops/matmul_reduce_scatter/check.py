@@ -5,8 +5,10 @@ from functools import lru_cache
 
 import torch
 
+from tileweave.ops.block_scales import KINDS, WIDE, check_block_scales, has_blocks
 from tileweave.ops.contract import (
     DTYPES,
+    FP4,
     FP8,
     Like,
     Site,
@@ -22,12 +24,14 @@ from tileweave.ops.nodes import cut_for
 from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan, Problem, unsupported
 from tileweave.planner import plan as planner
-from tileweave.planner.tiling import CORES
+from tileweave.planner.tiling import CORES, STEP_BYTES
 
 NAME = "matmul_reduce_scatter"
 WAY = "torch.matmul, then the group's reduce-scatter"  # without a kernel
 OVER_NODES = "the rows of each node in turn, its own last, whose sums travel while the next are computed"
+OF_BLOCKS = "operands times their scales in float32, "  # before it
 REDUCTIONS = ("sum", "avg")
+BLOCKS_CORES = ("tcgen05",)  # that multiply with scales of blocks
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Call:
 
     deterministic: the parts of the sources are kept apart. Two ranks always do that: a sum of one part needs no adding,
     and a place that is overwritten needs no zeroing.
-    max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has.
+    max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has. blocks: whether operands
+    have scales of blocks along K; k counts elements, of which float4 has one for two values.
     """
 
     dtype: torch.dtype
@@ -49,6 +54,7 @@ class Call:
     k: int
     rows: int
     max_sms: int
+    blocks: bool = False
 
 
 def check_kinds(a, b, op, bias, deterministic, out_dtype, plan, max_sms, scale_a=None, scale_b=None) -> None:
@@ -70,13 +76,18 @@ def check(
 ) -> Call:
     """Hold the operator's arguments to the contract, in a group of `world` ranks; ValueError if they break it."""
     (m, k, n), dtype = check_matrices(NAME, a, b), a.dtype
-    if dtype not in (*DTYPES, FP8) or b.dtype != dtype:
+    if dtype not in (*DTYPES, FP8, FP4) or b.dtype != dtype:
         raise ValueError(
-            f"{NAME}: a and b must both be bfloat16, both float16 or both float8_e4m3fn, got {dtype} and {b.dtype}"
+            f"{NAME}: a and b must both be bfloat16, both float16, both float8_e4m3fn or both float4_e2m1fn_x2, got "
+            f"{dtype} and {b.dtype}"
         )
-    check_scale(NAME, "scale_a", scale_a, (m, 1), a)
-    check_scale(NAME, "scale_b", scale_b, (1, n), a)
-    wide = torch.bfloat16 if dtype == FP8 else dtype
+    blocks = has_blocks(a, scale_a)
+    if blocks:
+        check_block_scales(NAME, a, b, scale_a, scale_b)
+    else:
+        check_scale(NAME, "scale_a", scale_a, (m, 1), a)
+        check_scale(NAME, "scale_b", scale_b, (1, n), a)
+    wide = dtype if dtype in DTYPES else torch.bfloat16
     if m % world:
         near = f"{m - m % world} or {m - m % world + world}"
         raise ValueError(f"{NAME}: a has {m} rows, not divisible by the world size {world}; {near} would be")
@@ -91,9 +102,8 @@ def check(
         raise ValueError(f"{NAME}: out_dtype must be {wide} or torch.float32, got {out_dtype}")
     if max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    return Call(
-        dtype, bias is not None, op, deterministic or world == 2, out_dtype or wide, m, n, k, m // world, max_sms
-    )
+    ordered = deterministic or world == 2
+    return Call(dtype, bias is not None, op, ordered, out_dtype or wide, m, n, k, m // world, max_sms, blocks)
 
 
 @lru_cache(maxsize=4096)
@@ -117,18 +127,19 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
-    if site.inside is not None and call.rows and call.n:
+    if site.inside is not None and call.rows and call.n and not call.blocks:  # scales of blocks are not cut
         ordered = call.deterministic or site.inside.world == 2
         cut = columns_over_nodes(call, site.nodes)
         inner = replace(call, m=call.m // site.nodes, n=cut[0].stop, bias=False, deterministic=ordered)
         inside = choose(site.inside, inner, device, plan, hardware)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
-    refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
+    cores = BLOCKS_CORES if call.blocks else CORES
+    refusal = out_of_reach(site, device, cores=cores) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
-        return fallback(NAME, refusal, WAY, plan)
+        return fallback(NAME, refusal, OF_BLOCKS + WAY if call.blocks else WAY, plan)
     if call.rows == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     way = WAY if plain_alike(call, site.world) else None
@@ -159,10 +170,16 @@ def problem_of(site: Site, call: Call) -> Problem:
         call.deterministic,
         linked=site.linked,
         operand_bytes=call.dtype.itemsize,
-        cores=site.cores,
+        cores=BLOCKS_CORES if call.blocks else site.cores,
+        scales=STEP_BYTES * KINDS[call.dtype].packed // KINDS[call.dtype].block if call.blocks else 0,
     )
 
 
 def unaddressable(call: Call) -> str | None:
     """Why TMA cannot address these shapes; None if it can."""
+    if call.blocks:
+        kind = KINDS[call.dtype]
+        values, together = call.k * kind.packed, WIDE * kind.block
+        if values % together or not values:
+            return f"K = {values} is no multiple of {together}, whose scales lie together"
     return unaligned(("N", call.n, 8), ("K", call.k, 16 // call.dtype.itemsize))

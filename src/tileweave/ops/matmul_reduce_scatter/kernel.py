@@ -32,6 +32,7 @@ A wait that times out makes the loader load from beyond the slot, which TMA fill
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.block_scales import make_block_scales
 from tileweave.tiles.communicator import finish_all, send_blocks
 from tileweave.tiles.matmul import (
     FIRST_SHARE,
@@ -367,12 +368,13 @@ def matmul_reduce_scatter_kernel(
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, C_BUFS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, A_T: gl.constexpr,
     B_T: gl.constexpr, DETERMINISTIC: gl.constexpr, HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, AVERAGE: gl.constexpr,
-    COMM_SMS: gl.constexpr, COLS: gl.constexpr,
+    COMM_SMS: gl.constexpr, COLS: gl.constexpr, BLOCKS: gl.constexpr,
 ):  # fmt: skip
     """Rows [rows, n] of this rank of sum over ranks of a [WORLD * rows, k] @ b [k, n]. Grid: co-resident CTAs, one per SM.
 
     Without communicators home_desc, blocks, block_tiles and share are None. COLS, columns of a row that a CTA sums at
-    once, is 0 but for ONE_SHOT, which has `out` besides its descriptor, else None.
+    once, is 0 but for ONE_SHOT, which has `out` besides its descriptor, else None. BLOCKS: scale_a and scale_b are
+    descriptors of scales of blocks along K.
     """
     INTER: gl.constexpr = COMM_SMS > 0
     ONE_SHOT: gl.constexpr = COLS > 0
@@ -384,6 +386,10 @@ def matmul_reduce_scatter_kernel(
         a_desc, b_desc, slots_desc, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
         A_T, B_T, COMM_SMS,
     )  # fmt: skip
+    scales = None
+    if BLOCKS:
+        scales = make_block_scales(mm, scale_a, scale_b)
+        scale_a, scale_b = bias, bias
     if not INTER:  # nobody looks at them
         home_desc, blocks, block_tiles, share = slots_desc, rows, rows, rows
     work = Work(
@@ -398,7 +404,7 @@ def matmul_reduce_scatter_kernel(
         epoch = this_epoch(mm)
         run_matmul(
             work, locate_in_whole, nothing_before_load, load_operands, nobody_to_meet, nothing_more, averaged,
-            store_to_owners, publish_to_all, no_communicator, 64, all_steps, AHEAD, SCALE,
+            store_to_owners, publish_to_all, no_communicator, 64, all_steps, AHEAD, SCALE, scales=scales,
         )  # fmt: skip
         LINE: gl.constexpr = 128 // out.dtype.element_ty.primitive_bitwidth  # elements of a 16-byte access
         n = n // 8 * 8  # as it is: the compiler learns that rows are aligned
@@ -407,5 +413,5 @@ def matmul_reduce_scatter_kernel(
     else:
         run_matmul(
             work, locate, nothing_before_load, load_operands, meet, load_more, epilogue, store, publish, COMMUNICATE,
-            64, all_steps, AHEAD, SCALE,
+            64, all_steps, AHEAD, SCALE, scales=scales,
         )  # fmt: skip

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tileweave.fabric import Channel, Fabric, Variant
+from tileweave.ops.block_scales import ROWS, WIDE, as_blocks, as_bytes, dequantized
 from tileweave.ops.collectives.operator import run as run_collective
-from tileweave.ops.contract import FP8, Site
+from tileweave.ops.contract import DTYPES, FP8, Site
 from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, parallel_view, slots_box
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, problem_of
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
@@ -24,14 +25,16 @@ from tileweave.planner.tiling import (
     whole_tiles,
 )
 
-Scales = tuple[torch.Tensor, torch.Tensor] | None  # of 8-bit operands
+Scales = tuple[torch.Tensor, torch.Tensor] | None  # of operands of 8 or 4 bits
 
 
 def unfused(
     fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scales: Scales
 ) -> torch.Tensor:
     """The fallback: the whole product, then the group's reduce-scatter."""
-    if scales is not None:
+    if scales is not None and call.blocks:
+        product = dequantized(a, scales[0]) @ dequantized(b.t(), scales[1]).t()
+    elif scales is not None:
         product = torch.matmul(a.float(), b.float()) * scales[0].reshape(-1, 1) * scales[1].reshape(1, -1)
     else:
         product = torch.matmul(a.float(), b.float()) if call.out_dtype == torch.float32 else torch.matmul(a, b)
@@ -55,7 +58,7 @@ class Prepared:
     "none", a box instead, for the result stands in for them; numbers: the arguments between tensors and home; home: box
     and shape of what holds parts that communicators send, None without communicators; tail: the arguments after it;
     scratch: elements of it, for tiles that CTAs share; sums: whether the kernel sums places into the result behind its
-    tiles; behind: the call that a reduce-scatter of the result completes.
+    tiles; behind: the call that a reduce-scatter of the result completes; blocks: of scales of blocks along K.
     """
 
     shape: tuple[int, int]
@@ -72,12 +75,14 @@ class Prepared:
     scratch: int
     sums: bool
     behind: Call | None
+    blocks: tuple[Box, Box] | None
     variant: Variant = field(default_factory=Variant)
 
     def launch(
         self, fabric: Fabric, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, scales: Scales
     ) -> torch.Tensor:
-        """Launch the kernel on the current stream. a, b and bias are 16-byte aligned, scales in one piece."""
+        """Launch the kernel on the current stream. a, b and bias are 16-byte aligned, scales in one piece, those of
+        blocks aligned too."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         slots = (self.slots.at(out), out, 0) if isinstance(self.slots, Box) else self.slots
         extra = out if bias is None else bias
@@ -88,6 +93,9 @@ class Prepared:
             home = box.at(torch.empty(shape, dtype=self.dtype, device=self.device))
         scale_a, scale_b = scales or (out, out)
         scaling = scale_a, int(scale_a.numel() > 1), scale_b, int(scale_b.numel() > 1)
+        if self.blocks is not None:
+            a, b, scale_a, scale_b = map(as_bytes, (a, b, scale_a, scale_b))
+            scaling = self.blocks[0].at(scale_a), 0, self.blocks[1].at(scale_b), 0
         rank = 0 if self.behind else fabric.rank
         operands, summed = (self.a.at(a), self.b.at(b)), out if self.sums else None
         tensors = *operands, self.out.at(out), *slots, extra, *scaling, scratch, summed
@@ -107,20 +115,22 @@ def fused(
 ) -> tuple[torch.Tensor, Prepared | None]:
     """Launch the kernel on the current stream. Returns the result, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
-    inner_last = call.dtype == FP8  # the tensor cores take 8-bit operands with the inner dimension in one piece
+    inner_last = call.dtype not in DTYPES  # the tensor cores take these with the inner dimension in one piece
     own_a, own_b = as_operand(a, inner_last), as_operand(b.t(), inner_last).t() if inner_last else as_operand(b)
     own_bias = in_one_piece(bias)
-    own_scales = None if scales is None else (scales[0].contiguous(), scales[1].contiguous())
+    own_scales = None if scales is None else (in_one_piece(scales[0]), in_one_piece(scales[1]))
     like_these = own_a.data_ptr() == a.data_ptr() and own_b.data_ptr() == b.data_ptr() and own_bias is bias
     if scales is not None and own_scales is not None:
         like_these = like_these and own_scales[0] is scales[0] and own_scales[1] is scales[1]
     if call.k == 0:  # there is no descriptor of an empty tensor: multiply zeros, so that this rank still takes part
         own_a, own_b, like_these = a.new_zeros(call.m, 16), b.new_zeros(call.n, 16).t(), False
-    prepared = prepare(fabric, call, own_a, own_b, plan)
+    prepared = prepare(fabric, call, own_a, own_b, plan, own_scales)
     return prepared.launch(fabric, own_a, own_b, own_bias, own_scales), prepared if like_these else None
 
 
-def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan) -> Prepared:
+def prepare(
+    fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: Plan, scales: Scales = None
+) -> Prepared:
     """Everything of a launch but the tensors' data. In the schedule "none" it is that of a world of one."""
     problem, (bm, bn, bk) = problem_of(Site.of(fabric), call), plan.tile
     behind = call if plan.schedule == "none" and problem.world > 1 else None
@@ -130,7 +140,7 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     if one_shot:  # whose parts are kept apart
         call = replace(call, deterministic=True)
     world = 1 if behind else problem.world
-    (a_rows, a_t), (b_rows, b_t) = by_rows(a), by_rows(b)
+    (a_rows, a_t), (b_rows, b_t) = by_rows(as_bytes(a)), by_rows(as_bytes(b))
     out = torch.empty(call.rows, call.n, dtype=call.out_dtype, device=a.device)
     part = (part_rows(plan.tile, plan.core), PART_BYTES // out.element_size())
     above = part[0] if one_shot else 0  # rows of a place before those of its owner: see `store_to_owners`
@@ -153,9 +163,10 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
     )  # fmt: skip
     tail = (
         *blocks, world, bm, bn, bk, plan.stages,
-        part_buffers(plan.tile, plan.stages, out.element_size(), core=plan.core),
-        plan.split > 1, GROUP_ROWS, a_t, b_t, call.deterministic, call.bias, call.dtype == FP8, call.op == "avg",
-        plan.comm_sms, columns_at_once(world, call.rows, call.n, alone.sms) if one_shot else 0,
+        part_buffers(plan.tile, plan.stages, out.element_size(), core=plan.core, scales=problem.scales),
+        plan.split > 1, GROUP_ROWS, a_t, b_t, call.deterministic, call.bias,
+        call.dtype == FP8 and not call.blocks, call.op == "avg",
+        plan.comm_sms, columns_at_once(world, call.rows, call.n, alone.sms) if one_shot else 0, call.blocks,
     )  # fmt: skip
     return Prepared(
         (call.rows, call.n),
@@ -172,7 +183,15 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: torch.Tensor, plan: 
         grid * bm * bn if plan.split > 1 else 0,
         one_shot,
         behind,
+        block_boxes(call, scales, problem.scales, bn) if scales and call.blocks else None,
     )
+
+
+def block_boxes(call: Call, scales: tuple[torch.Tensor, torch.Tensor], each: int, columns: int) -> tuple[Box, Box]:
+    """Boxes of a K step's scales, `each` of them in a row, of tiles of so many columns."""
+    of_a, of_b = as_blocks(scales[0], call.m), as_blocks(scales[1], call.n)
+    shape = each // WIDE, *of_a.shape[2:]
+    return Box(of_a, (1, *shape), swizzle=0), Box(of_b, (columns // ROWS, *shape), swizzle=0)
 
 
 def block_numbers(problem: Problem, plan: Plan, width: int) -> tuple[int, int, int]:

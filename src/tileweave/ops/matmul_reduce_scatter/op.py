@@ -28,8 +28,8 @@ def matmul_reduce_scatter(
     """This rank's rows of the sum over ranks of `a @ b`: a matmul with the reduce-scatter inside its tile loop.
 
     Args:
-        a: `[M, K_local]`, bfloat16, float16 or, with scales, float8_e4m3fn, any strides; M divisible by the world size,
-            0 included.
+        a: `[M, K_local]`, bfloat16, float16 or, with scales, float8_e4m3fn or float4_e2m1fn_x2 (`[M, K_local / 2]`),
+            any strides; M divisible by the world size, 0 included.
         b: `[K_local, N]`, dtype and device of `a`; a transposed weight (`w.t()`) costs no copy. M, N and K_local are
             the same on every rank.
         group: a ProcessGroup, a 1-D DeviceMesh, the group that `virtual_world` hands out, or None: the thread's
@@ -52,6 +52,10 @@ def matmul_reduce_scatter(
             summed. One value each, or one for each row of a, `[M, 1]`, and each column of b, `[1, N]`. The tensor
             cores take 8-bit operands with K in one piece: a row-major a and a transposed weight are not copied. They
             sum them with about 14 bits, as torch's scaled_mm with use_fast_accum=True. No gradients.
+            Or scales of blocks along K, as torch's scaled_mm takes them: float8_e8m0fnu for 32 float8_e4m3fn (mxfp8),
+            float8_e4m3fn for 16 float4_e2m1fn_x2 (nvfp4), those of M x K and N x K in blocks of 128 x 4, what is beyond
+            anything. Kernels for them are Blackwell's alone: elsewhere, and where K is no multiple of 128 (nvfp4: 64),
+            operands are multiplied with their scales in float32 first.
 
     Returns:
         `[M / world, N]`, a fresh contiguous tensor, ready on the current stream. Products are accumulated in float32.

@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.contract import FP8, Agreement, Like, Site
+from tileweave.ops.contract import DTYPES, Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.matmul_reduce_scatter.check import NAME, check, check_kinds, columns_over_nodes, settle
 from tileweave.ops.matmul_reduce_scatter.launch import fused, unfused
@@ -146,8 +146,8 @@ def _autograd(keys, a, b, group_name, op, bias, *options):
     """As torch.library.register_autograd, which takes 2 microseconds a call more, and 25 where gradients are kept."""
     refuse_transforms(NAME, a, b, bias)
     if wants_gradients(a, b, bias, *options[4:]):
-        if a.dtype == FP8:
-            raise NotImplementedError(f"{NAME} of float8_e4m3fn operands has no gradients; detach() them")
+        if a.dtype not in DTYPES:
+            raise NotImplementedError(f"{NAME} of {a.dtype} operands has no gradients; detach() them")
         return _Gradients.apply(keys, a, b, group_name, op, bias, *options)
     return below_autograd(OPERATOR, keys, a, b, group_name, op, bias, *options)
 
