@@ -32,7 +32,7 @@ CASES = [(op, case) for op in PROBLEMS if op not in ALONE for case in setups(op)
 def far(monkeypatch, tmp_path):
     """Slots of `FAR` bytes, whatever is asked for."""
 
-    def slots(workspace, nbytes, old):
+    def arena(workspace, size, old):
         if old is not None:
             return old
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
@@ -41,7 +41,7 @@ def far(monkeypatch, tmp_path):
         whole = torch.from_file(str(path), shared=True, size=workspace.world * 2 * FAR, dtype=torch.uint8)
         return whole.view(workspace.world, 2 * FAR)
 
-    monkeypatch.setattr(Workspace, "_slots", slots)
+    monkeypatch.setattr(Workspace, "_arena", arena)
 
 
 @pytest.mark.parametrize(("op", "case"), CASES, ids=[f"{op}-{name}" for op, case in CASES for name in case.variants])

@@ -61,16 +61,17 @@ def test_fake_tensors_have_the_results_shapes():
         ops = torch.ops.tileweave
         with FakeTensorMode():
             index, x, w = torch.zeros(6, 3).long(), torch.zeros(6, 24).half(), torch.zeros(4, 24, 16).half()
-            fields = ops.moe_route.default(index, 8, 4, 30, 6, name)
-            offsets, row_slot, row_home, token_slot, _, home, _, _, _, *lists, _ = fields
+            fields = ops.moe_route.default(index, torch.zeros(6, 3), 8, 4, 30, 6, name)
+            offsets, row_slot, row_home, token_slot, _, home, _, _, weight, at, *lists, _ = fields
             shapes = [list(each.shape) for each in fields]
             assert shapes[:8] == [[4], [30], [30], [6, 2], [6, 3], [6, 3], [], [8]]
-            assert shapes[8:] == [[18], [30], [2, 3, 6], [2, 5], [4]]
+            assert shapes[8:] == [[30], [18], [30], [2, 3, 6], [2, 5], [4]]
+            assert ops.moe_row_weight.default(torch.zeros(6, 3), weight, at, 30, name).shape == (30,)
             y = ops.moe_dispatch_matmul.default(
                 x, w, None, offsets, row_slot, token_slot, *lists, 8, 6, 30, False, name, ""
             )
             assert y.shape == (30, 16) and y.dtype == torch.half
-            weight, down = torch.zeros(30), torch.zeros(4, 16, 24).half()
+            down = torch.zeros(4, 16, 24).half()
             out = ops.moe_matmul_combine.default(
                 y, down, weight, offsets, row_slot, row_home, token_slot, home, 6, 18, name, ""
             )
@@ -81,9 +82,11 @@ def test_the_operators_keep_pytorchs_rules():
     p = problem([6], 4, 2)
     h, route = tw.moe_dispatch_matmul(p.x[0], p.index[0], p.w, topk_weight=p.weight[0], capacity=20)
     name, ops = group_name(None), torch.ops.tileweave
-    asked = p.index[0], 4, 4, 20, 6, name
+    asked = p.index[0], p.weight[0], 4, 4, 20, 6, name
     torch.library.opcheck(ops.moe_route.default, asked)
-    *_, row_first, sends, bounds, _ = ops.moe_route.default(*asked)
+    *_, row_weight, at, row_first, sends, bounds, _ = ops.moe_route.default(*asked)
+    weighted = p.weight[0].clone().requires_grad_(), row_weight, at, 20, name
+    torch.library.opcheck(ops.moe_row_weight.default, weighted)
     x, w, gate, down, h, weight = (
         each.clone().requires_grad_() for each in (p.x[0], p.w, p.gate, p.down, h, route.row_weight)
     )

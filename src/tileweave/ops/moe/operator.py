@@ -1,12 +1,14 @@
 """moe_dispatch_matmul as operators of PyTorch: schemas, implementations, shape functions, gradients.
 
-    tileweave::moe_route(Tensor topk_index, int experts, int own, int? capacity, int? max_tokens, str group_name)
-                         -> Tensor[]
+    tileweave::moe_route(Tensor topk_index, Tensor? topk_weight, int experts, int own, int? capacity, int? max_tokens,
+                         str group_name) -> Tensor[]
+    tileweave::moe_row_weight(Tensor topk_weight, Tensor row_weight, Tensor at, int most, str group_name) -> Tensor
     tileweave::moe_dispatch_matmul(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot,
                                    Tensor token_slot, Tensor row_first, Tensor sends, Tensor bounds, int experts,
                                    int slots, int most, bool silu, str group_name, str plan) -> Tensor
 
-The first returns what `routing.find_route` does, and nothing in it has a gradient. Of the second, offsets, row_slot,
+The first returns what `routing.find_route` does, and nothing in it has a gradient. The second returns row_weight as it
+is, one of the first's, `at` another, and carries its gradient to topk_weight. Of the third, offsets, row_slot,
 token_slot and slots are fields of a `TokenRoute`, row_first to bounds those of its `Lists`, most is that of its Sizes;
 `plan` is a Plan as JSON, or "" for the planner's.
 Neither rows nor products are kept for the backward pass: x is sent once more, and what a gate or silu was applied to is
@@ -18,6 +20,7 @@ so a backward pass is a collective too.
 """
 
 import torch
+from torch.nn.functional import pad
 
 from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.contract import Agreement, Like, Site, asks
@@ -29,8 +32,12 @@ from tileweave.ops.moe.unfused import combine, dispatch
 from tileweave.ops.registration import read_plan
 
 LIBRARY.define(
-    "moe_route(Tensor topk_index, int experts, int own, int? capacity, int? max_tokens, str group_name) -> Tensor[]",
+    "moe_route(Tensor topk_index, Tensor? topk_weight, int experts, int own, int? capacity, int? max_tokens, "
+    "str group_name) -> Tensor[]",
     tags=TAGS,
+)
+LIBRARY.define(
+    "moe_row_weight(Tensor topk_weight, Tensor row_weight, Tensor at, int most, str group_name) -> Tensor", tags=TAGS
 )
 LIBRARY.define(
     f"{NAME}(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot, Tensor token_slot, "
@@ -42,21 +49,24 @@ OPERATOR = torch.ops.tileweave.moe_dispatch_matmul.default
 
 
 @torch.library.impl(LIBRARY, "moe_route", "CompositeExplicitAutograd")
-def _run_route(topk_index, experts, own, capacity, max_tokens, group_name):
+def _run_route(topk_index, topk_weight, experts, own, capacity, max_tokens, group_name):
     """The operator's implementation."""
     fabric = named_fabric(group_name, topk_index.device)
     divided = Experts(experts, fabric.world_size)
     check_own(divided, fabric.rank, own)
     if fabric.compares:
-        asked = asks(experts=experts, topk=topk_index.shape[1], capacity=capacity, max_tokens=max_tokens)
+        asked = asks(
+            experts=experts, topk=topk_index.shape[1], capacity=capacity, max_tokens=max_tokens,
+            weighted=topk_weight is not None,
+        )  # fmt: skip
         fabric.agree(Agreement(f"{NAME}, its route,", asked, None))
     if fabric.debug and not (topk_index.is_cuda and torch.cuda.is_current_stream_capturing()):  # the host waits for it
         fabric.hold(unknown_experts(topk_index, experts))
-    return find_route(fabric, group_name, topk_index, divided, capacity, max_tokens)
+    return find_route(fabric, group_name, topk_index, topk_weight, divided, capacity, max_tokens)
 
 
 @register_shape_of_collective("moe_route")
-def _fake_route(topk_index, experts, own, capacity, max_tokens, group_name):
+def _fake_route(topk_index, topk_weight, experts, own, capacity, max_tokens, group_name):
     """The results' shapes, which a capacity makes known."""
     if capacity is None:
         raise ValueError(f"{NAME}: capacity=None waits for sizes, which torch.compile cannot trace; give a capacity")
@@ -69,9 +79,41 @@ def _fake_route(topk_index, experts, own, capacity, max_tokens, group_name):
 
     return [
         empty(own), empty(capacity), empty(capacity), empty(tokens, world), empty(tokens, k), empty(tokens, k), empty(),
-        empty(experts, dtype=torch.int64), empty(tokens * k, dtype=torch.int64), empty(capacity),
-        empty(2, world + 1, tokens), empty(world, most + 1), torch.empty(4, dtype=torch.int64, device="cpu"),
+        empty(experts, dtype=torch.int64), empty(0 if topk_weight is None else capacity, dtype=torch.float32),
+        empty(tokens * k, dtype=torch.int64), empty(capacity), empty(2, world + 1, tokens), empty(world, most + 1),
+        torch.empty(4, dtype=torch.int64, device="cpu"),
     ]  # fmt: skip
+
+
+@torch.library.impl(LIBRARY, "moe_row_weight", "CompositeExplicitAutograd")
+def _run_row_weight(topk_weight, row_weight, at, most, group_name):
+    """The operator's implementation."""
+    return row_weight.clone()
+
+
+@torch.library.register_fake("tileweave::moe_row_weight", lib=LIBRARY)
+def _fake_row_weight(topk_weight, row_weight, at, most, group_name):
+    """The result's shape."""
+    return torch.empty_like(row_weight)
+
+
+def _remember_weight(ctx, inputs, output) -> None:
+    weight, _, at, ctx.most, ctx.group_name = inputs
+    ctx.save_for_backward(at)
+    ctx.shape, ctx.dtype = weight.shape, weight.dtype
+
+
+def _weight_backward(ctx, grad):
+    """Each rank sends the gradients of its rows to all ranks, which take those of their choices."""
+    (at,) = ctx.saved_tensors
+    rows = pad(grad, (0, ctx.most - grad.shape[0])).repeat(group_size(ctx.group_name))
+    got = torch.ops.tileweave.all_to_all.default(rows, ctx.group_name, 0, 0)
+    return pad(got, (0, 1))[at].view(ctx.shape).to(ctx.dtype), None, None, None, None
+
+
+torch.library.register_autograd(
+    "tileweave::moe_row_weight", _weight_backward, setup_context=_remember_weight, lib=LIBRARY
+)
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")

@@ -127,13 +127,17 @@ def make_route(
     """The route of this rank's tokens in the group called `name`, its lists and `Sizes.most`. own: experts of this
     rank. Collective. Without a capacity the host waits for the counts, once."""
     k, world = topk_index.shape[1], experts.world
-    *found, sizes = torch.ops.tileweave.moe_route.default(topk_index, experts.total, own, capacity, max_tokens, name)
-    offsets, row_slot, row_home, token_slot, place, home, dropped, totals = found[:8]
-    at, lists = found[8], Lists(*found[9:])
+    weight = None if topk_weight is None else topk_weight.detach()
+    *found, sizes = torch.ops.tileweave.moe_route.default(
+        topk_index, weight, experts.total, own, capacity, max_tokens, name
+    )
+    offsets, row_slot, row_home, token_slot, place, home, dropped, totals, row_weight, at = found[:10]
+    lists = Lists(*found[10:])
     size = Sizes(*sizes.tolist()) if capacity is None else sizes_of(world, k, capacity, max_tokens)
-    row_weight = None
-    if topk_weight is not None:
-        row_weight = _row_weights(name, world, at, topk_weight, size.most)[: size.rows]
+    if topk_weight is None:
+        row_weight = None
+    elif topk_weight.requires_grad:
+        row_weight = torch.ops.tileweave.moe_row_weight.default(topk_weight, row_weight, at, size.most, name)
     route = TokenRoute(
         offsets, row_slot, row_home, row_weight, token_slot, place, home, dropped, totals, size.slots, size.homes, group
     )
@@ -195,11 +199,17 @@ def choices_of(topk_index: torch.Tensor, experts: Experts) -> Choices:
 
 
 def find_route(
-    fabric: Fabric, name: str, topk_index: torch.Tensor, experts: Experts, capacity: int | None, max_tokens: int | None
+    fabric: Fabric,
+    name: str,
+    topk_index: torch.Tensor,
+    topk_weight: torch.Tensor | None,
+    experts: Experts,
+    capacity: int | None,
+    max_tokens: int | None,
 ) -> list[torch.Tensor]:
-    """Fields of a route, from `offsets` to `totals` but for `row_weight`; int64 [T * k], the row of each own choice
-    among those of all ranks, `Sizes.most` each, or the one behind them if it is dropped; its Lists; its Sizes as int64
-    [4] of the host."""
+    """Fields of a route, from `offsets` to `totals` but for `row_weight`, which comes next, without rows if there is no
+    topk_weight; int64 [T * k], the row of each own choice among those of all ranks, `Sizes.most` each, or the one
+    behind them if it is dropped; its Lists; its Sizes as int64 [4] of the host."""
     world, own, (tokens, k) = experts.world, choices_of(topk_index, experts), topk_index.shape
     every = torch.ops.tileweave.all_gather.default(own.starts.view(1, -1), name, 0).view(world, 2, -1)
     ahead = every[:, 0].sum(0)
@@ -213,26 +223,29 @@ def find_route(
     run = bounds[:, :-1].reshape(-1) + sources - own.starts[0, :-1]
     place = pad(run, (0, 1), value=FAR)[own.expert] + own.number
     kept = place < size.most
-    lost, home = ~kept, kept.cumsum(0, dtype=torch.int32) - 1
+    lost, behind = ~kept, kept.cumsum(0, dtype=torch.int32)  # the home behind each choice's own
     slot = own.firsts[own.first] - own.starts[1, :: experts.most][own.rank]
     leading = place[own.first]
     at = torch.add(place, own.rank, alpha=size.most).masked_fill_(lost, world * size.most)
-    words = torch.stack([slot + fabric.rank * size.slots, leading, home], 1)
-    row_slot, row_first, row_home = _rows(name, world, at, words, size)
+    words = [slot + (fabric.rank * size.slots + 1), leading + 1, behind]
+    if topk_weight is not None:
+        words.append(topk_weight.reshape(-1).float()[own.order].view(torch.int32))
+    row_slot, row_first, row_home, *row_weight = _rows(name, world, at, torch.stack(words, 1), size)
     token_slot = slot.new_full((tokens, world + 1), -1)
     token_slot.view(-1).scatter_(0, own.cell.masked_fill(lost, world), slot)
-    first, behind = experts.of(fabric.rank)
+    first, end = experts.of(fabric.rank)
     return [
-        bounds[fabric.rank, 1 : behind - first + 1].clamp(max=size.rows),
-        row_slot.contiguous(),
-        row_home.clamp(min=0),
+        bounds[fabric.rank, 1 : end - first + 1].clamp(max=size.rows),
+        row_slot - 1,
+        (row_home - 1).clamp_(min=0),
         token_slot[:, :world].contiguous(),
         _of_choices(place.masked_fill(lost, -1), own).view(tokens, k),
-        _of_choices(home.masked_fill(lost, -1), own).view(tokens, k),
+        _of_choices((behind - 1).masked_fill_(lost, -1), own).view(tokens, k),
         own.starts[0, -1] - kept.sum(dtype=torch.int32),
         experts.of_all(ahead.diff()),
+        row_weight[0].contiguous().view(torch.float32) if row_weight else place.new_empty(0, dtype=torch.float32),
         _of_choices(at, own),
-        row_first.contiguous(),
+        row_first - 1,
         _sends(own, slot, leading, lost, world, tokens),
         bounds,
         torch.tensor(size),
@@ -253,11 +266,10 @@ def _of_choices(values: torch.Tensor, own: Choices) -> torch.Tensor:
 
 
 def _rows(name: str, world: int, at: torch.Tensor, words: torch.Tensor, size: Sizes) -> tuple[torch.Tensor, ...]:
-    """`words` [T * k, 3], none negative, of the choices that this rank's rows are made of, a column each; -1 where
-    there is none."""
-    sent = words.new_full((world * size.most + 1, words.shape[1]), -1).index_copy_(0, at, words)
-    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0)
-    return got.view(world, size.most, -1).amax(0)[: size.rows].unbind(1)
+    """`words` [T * k, .] of the choices that this rank's rows are made of, a column each; 0 where there is none."""
+    sent = words.new_zeros(world * size.most + 1, words.shape[1]).index_copy_(0, at, words)
+    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0).view(world, size.most, -1)
+    return got.sum(0, dtype=torch.int32)[: size.rows].unbind(1)  # a row is of one rank
 
 
 def _sends(
@@ -267,9 +279,3 @@ def _sends(
     at = torch.add(slot, own.rank, alpha=tokens).masked_fill_(lost, world * tokens)
     lists = slot.new_zeros(2, (world + 1) * tokens)
     return lists.index_copy_(1, at, torch.stack([own.token, leading])).view(2, world + 1, tokens)
-
-
-def _row_weights(name: str, world: int, at: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:
-    """float32 [most]: the weight of each row of this rank, 0 where there is none."""
-    sent = weight.new_zeros(world * most + 1, dtype=torch.float32).index_add(0, at, weight.reshape(-1).float())
-    return torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0).view(world, most).sum(0)
