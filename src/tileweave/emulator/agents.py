@@ -162,6 +162,12 @@ class Partition(greenlet):
         if self.crowd.apart is not None:
             self.crowd.apart.see(lane, count)
 
+    def told(self) -> Past:
+        """What somebody who comes after all that it has done so far knows."""
+        past = self.clock.published(self.cta, self.serial, self.count)
+        self.tick()
+        return past
+
     def learn(self, past: Past) -> None:
         """All threads learn, for every view, of what came before on their stream: a kernel boundary in a kernel."""
         for clock in (self.clock, self.crowd.apart):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -110,7 +110,7 @@ class World:
         self._parts_limit = 256
         self.hosts: list[Host] = []
         self._running: list[CTA] = []
-        self._meeting: list[Host] = []
+        self._meetings: dict[tuple, list[Host]] = {}  # by whose they are, and the ranks that come
         self._short: list[tuple[Partition, list]] = []  # hosts whose next CTA has no room, and what wakes them
         self._roomy = False  # there is room for all: only to find out what a deadlock comes from
 
@@ -183,15 +183,19 @@ class World:
         """Inside fn: `with world.capture() as graph` notes what this rank launches and computes, for graph.replay()."""
         return capturing(self._host("capture"))
 
-    def rendezvous(self, action: Callable[[], Any] | None = None) -> Any:
-        """Inside fn, by every rank: all meet, one of them runs `action`, and all return its result.
+    def rendezvous(
+        self, action: Callable[[], Any] | None = None, ranks: Sequence[int] | None = None, of: Hashable = None
+    ) -> Any:
+        """Inside fn, by every rank, or by those of `ranks`: all meet, one of them runs `action`, and all return its
+        result. Groups that have ranks in common say `of` which of them they meet.
 
-        What ranks did before happens before what they do after.
+        What these ranks did before happens before what they do after.
         """
         host = self._host("rendezvous")
-        if host.submit(lambda: self._arrive(host), "rendezvous"):
+        key = of, tuple(range(self.ranks) if ranks is None else ranks)
+        if host.submit(lambda: self._arrive(host, key), "rendezvous"):
             value = action() if action else None
-            host.submit(lambda: self._go_on(value), "rendezvous")
+            host.submit(lambda: self._go_on(key, value), "rendezvous")
             return value
         return host.met
 
@@ -214,27 +218,34 @@ class World:
         host.part.pause()
         self.memory(tensor, "tensor").access(kind, region_of(tensor), host.part, host.place(f"host {kind}"))
 
-    def _arrive(self, host: Host) -> bool:
-        self._meeting.append(host)
-        if len(self._meeting) == self.ranks:
+    def _arrive(self, host: Host, key: tuple) -> bool:
+        meeting = self._meetings.setdefault(key, [])
+        meeting.append(host)
+        if len(meeting) == len(key[1]):
             return True
-        host.part.block(host.waiters, self._describe_meeting)
+        host.part.block(host.waiters, self._describe_meeting, key)
         return False
 
-    def _describe_meeting(self) -> str:
-        absent = [h.rank for h in self.hosts if h not in self._meeting]
-        return f"ranks {absent} to come to the rendezvous"
+    def _describe_meeting(self, key: tuple) -> str:
+        come = [host.rank for host in self._meetings[key]]
+        return f"ranks {[rank for rank in key[1] if rank not in come]} to come to the rendezvous"
 
-    def _go_on(self, value) -> None:
-        # Nothing else runs: a host waits for its kernels and their transfers to end.
-        self.forget()
-        past = self._everything()
-        for host in self._meeting:
+    def _go_on(self, key: tuple, value) -> None:
+        meeting = self._meetings.pop(key)
+        if len(meeting) == self.ranks:
+            # Nothing else runs: a host waits for its kernels and their transfers to end.
+            self.forget()
+            past = self._everything()
+        else:
+            past = reduce(merged, [host.part.told() for host in meeting])
+        for host in meeting:
             host.met = value
-            host.part.clock.past = (past,) * 4
+            if len(meeting) == self.ranks:
+                host.part.clock.past = (past,) * 4
+            else:
+                host.part.learn(past)
+            self._ahead[host.rank] = past
             self.wake(host.waiters)
-        self._ahead = [past] * self.ranks
-        self._meeting.clear()
 
     def _everything(self) -> Past:
         """Knowledge of all launches so far."""
@@ -254,8 +265,7 @@ class World:
         values = [self._argument(rank, name, value) for name, value in bound.arguments.items()]
         self._launches[rank] += 1
         number = self._launches[rank]
-        stream = host.clock.published(host.cta, host.serial, host.count)
-        host.tick()
+        stream = host.told()
         # One that is launched ahead begins when its predecessor has begun to end: with what that one could count on.
         past = self._ahead[rank] if launched_ahead(kernel) else stream
         self._ahead[rank] = stream

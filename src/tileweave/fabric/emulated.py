@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import torch
 
 from tileweave.fabric.base import Copies, Outcome, Variant
-from tileweave.fabric.world import World, WorldFabric
+from tileweave.fabric.world import VirtualGroup, World, WorldFabric
 
 T = TypeVar("T")
 
@@ -30,20 +30,35 @@ class EmulatedWorld(World):
         self.workspace.multicast = Multicast
         self.seed, self.delayed = seed, tuple(delayed)
         self._machine: Any = None
+        self.parts: list[EmulatedPart] = []
         self.deposits: list[Any] = [None] * size
 
     def _make_fabric(self, rank: int) -> "EmulatedFabric":
         return EmulatedFabric(self, rank)
 
+    def part(self, ranks: Sequence[int]) -> "EmulatedPart":
+        """A new group of some ranks, numbered as they are listed, with memory of its own; made outside of `run`.
+
+        ValueError unless they are ranks of this world, each once."""
+        if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size)) or not ranks:
+            raise ValueError(f"ranks: expected some of 0 to {self.size - 1}, each once, got {list(ranks)}")
+        self.parts.append(EmulatedPart(self, tuple(ranks)))
+        return self.parts[-1]
+
+    @property
+    def machine(self) -> Any:
+        """The emulator's world of the current run."""
+        return self._machine
+
     def capture(self) -> Any:
         """Inside `run`: `with world.capture() as graph:` notes what the calling rank does; `graph.replay()` does it
         again, as a CUDA graph would."""
-        return self._machine.capture()
+        return self.machine.capture()
 
     def touch(self, tensor: torch.Tensor, kind: str) -> None:
         """Inside `run`: declare that the calling rank's stream reads or writes ("write") a tensor here, between its
         kernels, so that races with it are seen."""
-        self._machine.touch(tensor, kind)
+        self.machine.touch(tensor, kind)
 
     def _run(self, body: Callable[[int], T]) -> list[T]:
         from tileweave import emulator
@@ -56,10 +71,54 @@ class EmulatedWorld(World):
         try:
             return self._machine.run(body)
         except BaseException:
-            self.workspace.clear()  # a call was cut short: flags and slots are in no known state
+            for world in (self, *self.parts):
+                world.workspace.clear()  # a call was cut short: flags and slots are in no known state
             raise
         finally:
             self._machine = None
+
+    def _begin(self) -> None:
+        super()._begin()
+        for part in self.parts:
+            part._begin()
+
+    def _end(self) -> None:
+        super()._end()
+        for part in self.parts:
+            part._end()
+
+    def meet(self, action: Callable[[], T]) -> T:
+        """All ranks meet; one runs `action`, and all return its result."""
+        return self.machine.rendezvous(action)
+
+    def close(self) -> None:
+        super().close()
+        for part in self.parts:
+            part.close()
+
+
+class EmulatedPart(EmulatedWorld):
+    """Some ranks of an emulated world, `whole`, as a group of their own: `of(rank)` is what ops take in a run of it."""
+
+    def __init__(self, whole: EmulatedWorld, ranks: tuple[int, ...]):
+        super().__init__(len(ranks), whole.seed, whole.sms, (), whole.timeout)
+        self.whole, self.ranks = whole, ranks
+
+    @property
+    def machine(self) -> Any:
+        return self.whole.machine
+
+    def of(self, rank: int) -> VirtualGroup:
+        """The group as a rank of the whole has it; ValueError if it is not in it."""
+        if rank not in self.ranks:
+            raise ValueError(f"rank: expected one of {list(self.ranks)}, got {rank}")
+        return VirtualGroup(self, self.ranks.index(rank))
+
+    def seen_by(self, mine: VirtualGroup | None) -> VirtualGroup | None:
+        return self.of(mine.rank) if mine and mine.world is self.whole and mine.rank in self.ranks else None
+
+    def meet(self, action: Callable[[], T]) -> T:
+        return self.machine.rendezvous(action, self.ranks, self.name)
 
 
 class EmulatedFabric(WorldFabric):
@@ -82,7 +141,7 @@ class EmulatedFabric(WorldFabric):
     ) -> None:
         """Run the kernel; returns when its CTAs and their asynchronous operations have ended."""
         self.check_grid(kernel, grid)
-        self.world._machine.launch(kernel, (grid,), *args, num_warps=num_warps, copies=copies)
+        self.world.machine.launch(kernel, (grid,), *args, num_warps=num_warps, copies=copies)
 
     def _reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.exchange(f"reduce_scatter({tuple(x.shape)})", x, list)
@@ -97,7 +156,7 @@ class EmulatedFabric(WorldFabric):
 
     def _meet(self, deposit: Any, act: Callable[[list[Any]], Outcome]) -> Outcome:
         self.world.deposits[self.rank] = deposit
-        return self.world._machine.rendezvous(lambda: act(list(self.world.deposits)))
+        return self.world.meet(lambda: act(list(self.world.deposits)))
 
 
 def reduce_rows(parts: Sequence[torch.Tensor], rank: int) -> torch.Tensor:

@@ -77,8 +77,8 @@ def group_name(group: Group) -> str:
 
 def check_own(group: VirtualGroup) -> None:
     """ValueError for the group of another rank than this thread's; RuntimeError if it is none of its world."""
-    mine = current_group()
-    if mine is None or mine.world is not group.world:
+    mine = group.world.seen_by(current_group())
+    if mine is None:
         raise RuntimeError(NO_RANK)
     if mine.rank != group.rank:
         raise ValueError(f"group: expected this thread's, of rank {mine.rank}, got that of rank {group.rank}")
@@ -99,8 +99,8 @@ def named_group(name: str) -> VirtualGroup | dist.ProcessGroup | None:
         if group.size() != size:
             raise RuntimeError(f"group: the process group {pure!r} has {group.size()} ranks, not {size} as in {name!r}")
         return group
-    mine = current_group()
-    if mine is None or mine.world is not world:
+    mine = world.seen_by(current_group())
+    if mine is None:
         raise RuntimeError(NO_RANK)
     return mine
 

@@ -101,12 +101,22 @@ class World(ABC):
                 return fn(rank, group)
 
         try:
-            self._fabrics = [self._make_fabric(rank) for rank in range(self.size)]
-            self._calls, self._made, self._dropped = [], [0] * self.size, 0
+            self._begin()
             return self._run(body)
         finally:
-            self._fabrics = None
+            self._end()
             self._running.release()
+
+    def _begin(self) -> None:
+        self._fabrics = [self._make_fabric(rank) for rank in range(self.size)]
+        self._calls, self._made, self._dropped = [], [0] * self.size, 0
+
+    def _end(self) -> None:
+        self._fabrics = None
+
+    def seen_by(self, mine: VirtualGroup | None) -> VirtualGroup | None:
+        """This world's group for the thread whose default group is `mine`; None if that is no rank of it."""
+        return mine if mine is not None and mine.world is self else None
 
     def fabric(self, rank: int) -> Fabric:
         """A rank's fabric. RuntimeError outside of `run`."""
