@@ -1,11 +1,12 @@
-"""Scenarios that run an op's calls another way: a graph replayed, another op's calls between them."""
+"""Scenarios that run an op's calls another way: a graph replayed, another op's calls between them, another group."""
 
 from dataclasses import replace
 
 from tileweave.checker import SCENARIOS, CallableCase, OpCase, catalogue, check
 from tileweave.checker.mutants import mutants
 from tileweave.checker.problems import PROBLEMS
-from tileweave.checker.trial import REPLAY, STREAMS, Trial, run_trial
+from tileweave.checker.trial import GROUPS, REPLAY, STREAMS, Trial, run_trial
+from tileweave.fabric.emulated import EmulatedWorld
 from tileweave.fabric.workspace import Workspace
 
 SMALL = OpCase("all_gather", 2, {"m": 32, "n": 16})
@@ -16,15 +17,16 @@ def test_seeds_of_ops_go_through_more_scenarios_than_those_of_functions():
     assert of_ops - of_all == {
         "graph replay", "two streams", *(f"graph replay, rank {rank} is slow" for rank in range(2)),
         *(f"two streams, rank {rank} starts late" for rank in range(2)),
+        "two groups", *(f"two groups, rank {rank} starts late" for rank in range(2)),
     }  # fmt: skip
     assert not CallableCase(print).ways
     orders = {(Trial(seed, 2, SMALL.ways).order, Trial(seed, 2, SMALL.ways).way) for seed in range(100)}
-    assert len(orders) == 6
+    assert len(orders) == 8
 
 
 def test_a_report_counts_them():
-    report = check(SMALL, range(len(SCENARIOS) + 4), processes=1)
-    assert report.ok and {"graph replay", "two streams", "two streams, a rank starts late"} <= set(report.scenarios)
+    report = check(SMALL, range(len(SCENARIOS) + 6), processes=1)
+    assert report.ok and {"graph replay", "two streams", "two groups, a rank starts late"} <= set(report.scenarios)
 
 
 def kinds(case, way):
@@ -54,6 +56,19 @@ def test_ops_that_share_flags_are_found_where_they_take_turns(monkeypatch):
         monkeypatch.setattr(Workspace, name, lambda self, op, *rest, real=real: real(self, "all", *rest))
     assert kinds(case, "") == {None}
     assert kinds(case, STREAMS) - {None}
+
+
+def test_groups_that_share_flags_are_found_where_they_take_turns(monkeypatch):
+    real = EmulatedWorld.part
+
+    def part(self, ranks):
+        made = real(self, ranks)
+        made.workspace = self.workspace
+        return made
+
+    assert kinds(SMALL, GROUPS) == {None}
+    monkeypatch.setattr(EmulatedWorld, "part", part)
+    assert kinds(SMALL, GROUPS) - {None}
 
 
 def test_operands_are_made_by_the_stream_so_a_kernel_must_wait_before_it_reads_them():

@@ -21,6 +21,7 @@ from tileweave.checker.device_code import digest
 from tileweave.checker.ops import OPS
 from tileweave.checker.session import check
 from tileweave.checker.small import as_if_large, small
+from tileweave.checker.trial import Trial
 
 PORTION = 25  # schedules of one op that each process runs before another op has its turn
 LIMIT = 600.0  # seconds, of which a portion takes a few: one that does not end is a finding, too
@@ -37,7 +38,7 @@ def _problem(op: str) -> dict[str, Any]:
     case = small(op)
     variants = {name: ", ".join(f"{key}={x}" for key, x in o.items()) for name, o in case.all_variants.items()}
     calls = {"ranks": case.ranks, "calls": case.calls, "sms": case.sms, "sizes": case.sizes, "variants": variants}
-    return {"device_code": digest(op), **calls}
+    return {"device_code": digest(op), "scenarios": Trial(0, case.ranks, case.ways).scenarios, **calls}
 
 
 def advance(book: dict[str, Any], op: str, count: int, processes: int = 1) -> str:

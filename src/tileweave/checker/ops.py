@@ -11,7 +11,7 @@ import torch
 import tileweave as tw
 from tileweave import Plan
 from tileweave.checker.problems import PROBLEMS, OpProblem, Options, Results, capacity
-from tileweave.checker.trial import REPLAY, STREAMS
+from tileweave.checker.trial import GROUPS, REPLAY, STREAMS
 from tileweave.ops.attention import Tiling
 from tileweave.ops.matmul_reduce_scatter import relative_error
 from tileweave.planner.attention import padded_dim
@@ -121,8 +121,8 @@ class OpCase:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """A graph of one call replayed, and calls of another op between them."""
-        return REPLAY, STREAMS
+        """A graph of one call replayed, calls of another op between them, and calls in another group."""
+        return REPLAY, STREAMS, GROUPS
 
     def fitted(self) -> "OpCase":
         """The case with those of its variants that run a kernel on its sizes. ValueError, with the reason, if none
@@ -155,13 +155,17 @@ class OpCase:
             options = op.replay(self.sizes) | options
         calls = [_operands(self.op, self.ranks, sizes, call) for call in range(self.calls)]
         with tw.virtual_world(self.ranks, device="cpu", seed=seed, sms=self.sms) as world:
-            made = {"": _one_by_one, REPLAY: _replayed, STREAMS: _in_turn}[way]
-            results = world.run(lambda rank, group: made(op, [x[rank] for x in calls], group, options))
+            if way == GROUPS:
+                results = _in_two_groups(op, calls, world, options)
+            else:
+                made = {"": _one_by_one, REPLAY: _replayed, STREAMS: _in_turn}[way]
+                results = world.run(lambda rank, group: made(op, [x[rank] for x in calls], group, options))
         asked = tuple((key, x) for key, x in options.items() if key not in ("plan", "tiling"))
         limit = op.tolerance(self.ranks, bool(options.get("deterministic")))
         for call in range(self.calls):
             truth = _truth(self.op, self.ranks, sizes, call, asked)
-            for rank, outs in enumerate(results):
+            for i, outs in enumerate(results):  # of the ranks, and of those of another group
+                rank = i % self.ranks
                 self.compare(call, rank, outs[call], truth[rank], limit)
 
     def compare(self, call: int, rank: int, outs: Results, truths: Results, limit: float) -> None:
@@ -236,6 +240,22 @@ def _in_turn(op: OpProblem, calls: list[tuple], group: Any, options: Options) ->
         if not (total == call * ranks + ranks * (ranks - 1) / 2).all():
             raise AssertionError(f"call {call} of the other op, all_reduce, on rank {group.rank}: got {total}")
     return results
+
+
+def _in_two_groups(op: OpProblem, calls: list[list[tuple]], world: Any, options: Options) -> list[list[Results]]:
+    """Each call by the world, and by a group of its ranks in reverse order: what the ranks of both got."""
+    ranks = world.size
+    other = world.part(range(ranks)[::-1])
+
+    def program(rank: int, group: Any) -> list[list[Results]]:
+        groups, got = (group, other.of(rank)), ([], [])  # type: ignore[var-annotated]
+        for x in calls:
+            for each, results in zip(groups, got, strict=True):
+                results.append(op.call(_made(x[each.rank], each), each, **options))
+        return list(got)
+
+    got = world.run(program)
+    return [of_rank[0] for of_rank in got] + [of_rank[1] for of_rank in got[::-1]]
 
 
 @lru_cache(maxsize=32)

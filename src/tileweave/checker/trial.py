@@ -13,8 +13,10 @@
 | graph replay, a rank is slow | the same, and none of that rank's agents runs while another rank's can |
 | two streams | calls take turns with those of another op, on a stream of its own, chained in host order |
 | two streams, a rank starts late | the same, and that rank launches only when no other rank can go on |
+| two groups | each call is also made in a group of the same ranks in reverse order, with flags and slots of its own |
+| two groups, a rank starts late | the same, and that rank launches only when no other rank can go on |
 
-The last four run the calls another way, so a case must know how: those of ops do (`Case.ways`). All scenarios meet the
+The last six run the calls another way, so a case must know how: those of ops do (`Case.ways`). All scenarios meet the
 random order and PCT, and every variant of the case, as seeds go on.
 """
 
@@ -43,12 +45,14 @@ SCENARIOS: dict[str, Callable[[int], list[tuple]]] = {
     "loads are late": lambda rank: [("op", "TMA load")],
     "products are late": lambda rank: [("op", "wgmma")],
 }
-REPLAY, STREAMS = "graph replay", "two streams"  # ways to run a case
+REPLAY, STREAMS, GROUPS = "graph replay", "two streams", "two groups"  # ways to run a case
 _WAYS: dict[str, tuple[str, Callable[[int], list[tuple]]]] = {
     "graph replay": (REPLAY, SCENARIOS["calm"]),
     "graph replay, rank {} is slow": (REPLAY, SCENARIOS["rank {} is slow"]),
     "two streams": (STREAMS, SCENARIOS["calm"]),
     "two streams, rank {} starts late": (STREAMS, SCENARIOS["rank {} starts late"]),
+    "two groups": (GROUPS, SCENARIOS["calm"]),
+    "two groups, rank {} starts late": (GROUPS, SCENARIOS["rank {} starts late"]),
 }
 _KINDS = {RaceError: "race", DeadlockError: "deadlock", ProtocolError: "misuse"}
 
@@ -72,6 +76,11 @@ class Trial:
         """Every scenario: its name, the way it runs the case, whom it holds up."""
         own = [(name, way, held) for name, (way, held) in _WAYS.items() if way in self.ways]
         return [(name, "", held) for name, held in SCENARIOS.items()] + own
+
+    @property
+    def scenarios(self) -> list[str]:
+        """The names of all scenarios, which seeds take in turn."""
+        return [name for name, *_ in self._all]
 
     @property
     def rank(self) -> int:
