@@ -174,3 +174,18 @@ def test_an_absent_rank_gives_a_timeout_and_the_world_works_again(name):
         with pytest.raises(FabricTimeout, match=rf"{name}: rank \d waited"):
             run(world, p)
         assert_right([out for out, *_ in run(world, p)], truth(p))
+
+
+def test_an_absent_rank_gives_a_timeout_where_sums_are_sent():
+    """As above: its communicators find chunks of the call before, and tell of that."""
+    p = problem([90, 80, 70], 9, 3, 136, 72, device="cuda")
+    with tw.virtual_world(3, device="cuda", timeout=1.0) as world:
+
+        def outs():
+            return world.run(lambda rank, group: back(p, rank, group, sums_plan((128, 128, 64), 4, 3)))
+
+        outs()
+        world.workspace.ops["moe_matmul_combine"].state[1, 0] -= 1
+        with pytest.raises(FabricTimeout, match=r"moe_matmul_combine: rank \d waited"):
+            outs()
+        assert_right(outs(), truth(p, gated=False))
