@@ -10,12 +10,11 @@ from tileweave.fabric import MAX_RANKS, fabric_of, local_fabric
 from tileweave.fabric.bound import workspace_bound
 from tileweave.fabric.capability import BLACKWELL, CORES, refusal_of
 from tileweave.ops.contract import Site
-from tileweave.ops.plans import FIND, SIZES, check_dtype, check_shares, check_sizes
+from tileweave.ops.plans import FIND, LOCAL, SIZES, check_dtype, check_shares, check_sizes
 from tileweave.planner import profile
 from tileweave.planner.decision import Decision, Question, settle
 from tileweave.planner.hardware import H200, SHIPPED, Hardware
 
-LOCAL = ("grouped_matmul",)  # ops in which no other rank takes part
 META = torch.device("meta")
 
 

@@ -3,17 +3,20 @@
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from tileweave.fabric import Fabric, fabric_of
+from tileweave.fabric import Fabric, fabric_of, local_fabric
 from tileweave.ops.all_gather_matmul import all_gather_matmul, places
 from tileweave.ops.contract import Site
+from tileweave.ops.grouped_matmul import grouped_matmul
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from tileweave.ops.plans import check_dtype, check_shares, check_sizes, contenders
+from tileweave.ops.moe import moe_dispatch_matmul, moe_matmul_combine
+from tileweave.ops.plans import LOCAL, check_dtype, check_shares, check_sizes, check_topk, contenders
 from tileweave.ops.ring_attention import check as ring
 from tileweave.ops.ring_attention import ring_attention
 from tileweave.ops.ulysses_attention import ulysses_attention
@@ -26,6 +29,9 @@ OPS: dict[str, Callable[..., Any]] = {
     "matmul_all_reduce": matmul_all_reduce,
     "ring_attention": ring_attention,
     "ulysses_attention": ulysses_attention,
+    "moe_dispatch_matmul": moe_dispatch_matmul,
+    "moe_matmul_combine": moe_matmul_combine,
+    "grouped_matmul": grouped_matmul,
 }
 CHANNELS = {"all_gather_matmul": places.CHANNELS, "ring_attention": ring.CHANNELS}  # of plans that have their own
 CALLS, ROUNDS = 5, 3  # calls that are timed together, and how often each plan has its turn
@@ -63,7 +69,9 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     shows `predicted_us` and `measured_us`.
 
     Args:
-        op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention" or "ulysses_attention".
+        op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention", "ulysses_attention",
+            "moe_dispatch_matmul", "moe_matmul_combine", or "grouped_matmul", of which each rank has its own. What is
+            found of a dispatch or a way back is for any number of tokens.
         shape: sizes of the whole problem, as `tileweave.plan` takes them.
         dtype: torch.bfloat16 or torch.float16.
         group: as the op takes it. In an emulated world, and where no kernel serves the shape, there is nothing to
@@ -84,14 +92,16 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("tune: calls are measured, which no CUDA graph can hold: tune before the capture")
-    fabric = fabric_of(group, "cuda" if cuda else "cpu")
+    device = torch.device("cuda" if cuda else "cpu")
+    fabric = local_fabric(device) if op in LOCAL else fabric_of(group, device)
+    check_topk("tune", sizes)
     check_shares("tune", op, sizes, fabric.world_size)
     site = Site.of(fabric)._replace(tuned=())
     problem, plans = contenders(op, site, sizes, dtype)
     clock = CLOCKS.get(fabric.device.type)
     if not plans or clock is None:
         return None
-    key = _key(op, problem, fabric)
+    key = _key(op, problem, sizes, fabric)
     kept = read(key, plans) if fabric.rank == 0 else None
     found = [[plans.index(plan), us] for plan, us in kept] if kept else None
     every = fabric.gather_values([f"{op} with {sizes}", found])
@@ -128,7 +138,7 @@ def _gpu_us(call: Callable[[], Any]) -> float:
 CLOCKS: dict[str, Callable[[Callable[[], Any]], float]] = {"cuda": _gpu_us}  # by device; the emulator has no time
 
 
-def _key(op: str, problem: Any, fabric: Fabric) -> dict[str, Any]:
+def _key(op: str, problem: Any, sizes: dict[str, int], fabric: Fabric) -> dict[str, Any]:
     """What a measurement holds for, as plain values."""
     device, versions = fabric.device, {}
     for name in ("tileweave", "torch", "triton"):
@@ -144,6 +154,7 @@ def _key(op: str, problem: Any, fabric: Fabric) -> dict[str, Any]:
     return {
         "op": op,
         "problem": values,
+        "sizes": sizes,
         "backend": fabric.backend,
         "gpu": found,
         "versions": versions,
@@ -206,7 +217,35 @@ def call_of(
         options["causal"] = bool(s["causal"])
         if op == "ring_attention" and s["causal"] and world > 1:
             options["placement"] = "zigzag"
+    elif "experts" in s:
+        return call_of_experts(op, s, dtype, fabric, group, **options)
     else:
         depth = s["k"] // world
         operands = random(s["m"], depth), random(depth, s["n"])
     return lambda: OPS[op](*operands, group, **options)
+
+
+def call_of_experts(
+    op: str, s: dict[str, int], dtype: torch.dtype, fabric: Fabric, group: Any, **options: Any
+) -> Callable[[], Any]:
+    """`call_of` the ops of experts, all of which get as many rows. Collective: the way back has a route."""
+    device, experts, rows = fabric.device, s["experts"], s.get("rows", 0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device).to(dtype)
+
+    if op == "grouped_matmul":
+        x, w = random(rows, s["hidden"]), random(experts, s["hidden"], s["inner"])
+        ends = torch.arange(1, experts + 1, device=device) * rows // experts
+        return lambda: grouped_matmul(x, w, ends.int(), **options)
+    own, tokens, topk = experts // fabric.world_size, s["tokens"] // fabric.world_size, s["topk"]
+    first = torch.arange(tokens, device=device)[:, None] + fabric.rank * tokens
+    index = (first + torch.arange(topk, device=device) * (experts // topk)) % experts
+    capacity = tokens * topk + own * topk * fabric.world_size  # so that the host need not wait for what comes
+    dispatch = partial(moe_dispatch_matmul, capacity=capacity, max_tokens=tokens)
+    if op == "moe_dispatch_matmul":
+        x, w = random(tokens, s["hidden"]), random(own, s["hidden"], s["inner"])
+        return lambda: dispatch(x, index, w, group, **options)
+    h, w = random(capacity, s["inner"]), random(own, s["inner"], s["hidden"])
+    _, route = dispatch(random(tokens, 8), index, random(own, 8, 8), group)
+    return lambda: moe_matmul_combine(h, w, route, group, **options)

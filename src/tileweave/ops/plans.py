@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +36,7 @@ FIRST, OTHERS = 4, 4  # of the plans that the planner tries, and of those of oth
 MATMUL = {"m": 8192, "n": 8192, "k": 8192}
 ATTENTION = {"batch": 1, "heads": 32, "kv_heads": 32, "seq": 32768, "dim": 128, "causal": 0}
 EXPERTS = {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8}
+LOCAL = ("grouped_matmul",)  # ops in which no other rank takes part
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 # The sizes of each op's whole problem, with what they are where they are left out.
 SIZES: dict[str, Sizes] = {
@@ -83,10 +85,10 @@ def check_dtype(caller: str, dtype: Any) -> None:
         raise ValueError(f"{caller}: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
 
 
-def check_topk(s: Sizes) -> None:
+def check_topk(caller: str, s: Sizes) -> None:
     """ValueError unless a token can choose so many experts."""
-    if s["topk"] > s["experts"]:
-        raise ValueError(f"plan: topk={s['topk']} must be at most experts={s['experts']}, each chosen once")
+    if s.get("topk", 0) > s.get("experts", 0):
+        raise ValueError(f"{caller}: topk={s['topk']} must be at most experts={s['experts']}, each chosen once")
 
 
 def check_shares(caller: str, op: str, sizes: Sizes, world: int) -> None:
@@ -215,7 +217,7 @@ def _attention(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hard
 
 def _dispatch(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
     """A dispatch, whose plan does not depend on how many tokens there are; its prediction does."""
-    check_topk(s)
+    check_topk("plan", s)
     experts, tokens = Experts(s["experts"], site.world), s["tokens"] // site.world
     w = _like(site, dtype, experts.most, s["hidden"], s["inner"])
     route = moe_check.choose(site, w, False, experts, None, None, hardware)
@@ -234,7 +236,7 @@ def _dispatch(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardw
 
 def _combine(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
     """A grouped matmul whose rows go home, if all experts have as many."""
-    check_topk(s)
+    check_topk("plan", s)
     tokens, w = s["tokens"] // site.world, _like(site, dtype, s["experts"] // site.world, s["inner"], s["hidden"])
     rows = tokens * s["topk"]
     route = moe_check.choose_combine(site, rows, w, None, hardware)
@@ -331,11 +333,60 @@ def every_plan(op: str, site: Site, sizes: Sizes, dtype: torch.dtype) -> list[Pl
 
 
 def contenders(op: str, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, list[Plan]]:
-    """The problem of a call, and the plans that are worth measuring for it; none where no kernel serves it."""
+    """The problem that a call is known by, and the plans that are worth measuring for it; none where no kernel serves
+    it."""
     find = FIND[op]
     if isinstance(find, _Matmul):
         return find.contenders(site, sizes, dtype)
+    if op in EXPERTS_CONTENDERS:
+        found = find(op, site, sizes, dtype, H200)
+        return EXPERTS_CONTENDERS[op](site, sizes, dtype, found)
     problem, route = _attend(op, site, sizes, dtype, H200)
     if route.plan is None:
         return problem, []
     return problem, [replace(plan, predicted_us=round(us, 1)) for us, plan in attention.candidates(problem)]
+
+
+def _first_tiles(found: Found) -> list[Plan]:
+    """The chosen plan, then those of its way that are predicted to be the fastest."""
+    if found.verdict != "fused" or found.chosen is None:
+        return []
+    way = found.chosen.way
+    others = sorted((each for each in found.others if each.way == way), key=lambda each: each.cost.total_us)
+    return [each.plan for each in (found.chosen, *others[: FIRST - 1])]
+
+
+def _grouped_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
+    return moe.GroupedProblem(s["rows"], s["experts"], s["inner"], s["hidden"], site.usable(0)), _first_tiles(found)
+
+
+def _combine_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
+    """Other tiles of one schedule, as ranks have other numbers of rows, but go one way. For any number of them."""
+    return moe.GroupedProblem(0, s["experts"] // site.world, s["hidden"], s["inner"], site.usable(0)), _first_tiles(
+        found
+    )
+
+
+def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
+    """With half and twice as many communicators too. For any number of tokens, which no rank knows of the others."""
+    experts = Experts(s["experts"], site.world)
+    w = _like(site, dtype, experts.most, s["hidden"], s["inner"])
+    problem = moe_check.problem_of(site, w, False, experts)
+    if found.verdict != "fused" or found.chosen is None:
+        return problem, []
+    taken, plans = found.chosen.plan, []
+    tokens, rows = s["tokens"] // site.world, s["tokens"] // site.world * s["topk"]
+    for comm_sms, tiling in product((taken.comm_sms, taken.comm_sms // 2, 2 * taken.comm_sms), TILINGS):
+        plan = replace(taken, tile=tiling.tile, stages=tiling.stages, comm_sms=comm_sms)
+        if not moe.unsupported_dispatch(problem, plan) and rows <= moe_check.most_rows(problem, plan):
+            us = moe.dispatch_cost(problem, plan, tokens, s["topk"]).total_us
+            plans.append(replace(plan, predicted_us=round(us, 1)))
+    plans.sort(key=lambda each: (each.tile != taken.tile, each.predicted_us))
+    same = sum(each.tile == taken.tile for each in plans)
+    return problem, plans[: same + FIRST]
+
+
+EXPERTS_CONTENDERS = {
+    "grouped_matmul": _grouped_contenders, "moe_dispatch_matmul": _dispatch_contenders,
+    "moe_matmul_combine": _combine_contenders,
+}  # fmt: skip

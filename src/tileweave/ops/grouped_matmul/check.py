@@ -70,8 +70,9 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
         return fallback(NAME, refusal, "a torch.matmul for each expert", plan)
     if call.n == 0 or call.k == 0:
         return Route(NAME, site.backend, False, "nothing to multiply")
-    plan = plan or plan_for(problem, hardware)
-    return Route(NAME, site.backend, True, plan.reason, plan)
+    found = site.measured(NAME, problem) if plan is None else None
+    made = plan or (found.plan if found else plan_for(problem, hardware))
+    return Route(NAME, site.backend, True, made.reason, made, measured_us=found.measured_us if found else None)
 
 
 def unaddressable(call: Call) -> str | None:

@@ -1,5 +1,6 @@
 """The contracts of the ops of experts, held before anything is launched."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -116,7 +117,10 @@ def choose(
         if refusal is None and (size % 8 or size == 0):
             refusal = f"{name} = {size} is no multiple of 8, so rows are not 16-byte aligned as TMA needs"
     refusal = refusal or unfusable(problem)
-    taken = plan or (dispatch_plan_for(problem, hardware) if refusal is None else None)
+    found = site.measured(NAME, problem) if plan is None and refusal is None else None
+    if found and most is not None and most > most_rows(problem, found.plan):
+        found = None
+    taken = plan or (found.plan if found else dispatch_plan_for(problem, hardware) if refusal is None else None)
     limit = most_rows(problem, taken) if taken else 0
     if refusal is None and most is not None and taken and most > limit:
         refusal = f"a rank may have {most} rows, the flags of {placers_of(taken)} SMs that place can count {limit}"
@@ -124,7 +128,8 @@ def choose(
         way = "tokens by the group's all-to-all, then grouped_matmul"
         return fallback(NAME, refusal or "no plan fits", way, plan, site.backend)
     until = "" if most is not None else f"; if a rank comes to have more than {limit} rows, the group's all-to-all"
-    return Route(NAME, site.backend, True, taken.reason + until, taken)
+    measured_us = found.measured_us if found else None
+    return Route(NAME, site.backend, True, taken.reason + until, taken, measured_us=measured_us)
 
 
 def problem_of(site: Site, w: Like, gated: bool, experts: Experts) -> DispatchProblem:
@@ -175,8 +180,9 @@ def choose_combine(site: Site, rows: int, w: Like, plan: Plan | None, hardware: 
     if refusal:
         return fallback(COMBINE, refusal, "grouped_matmul, then rows by the group's all-to-all", plan, site.backend)
     problem = GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0))
-    plan = plan or combine_plan_for(problem, hardware)
-    return Route(COMBINE, site.backend, True, plan.reason, plan)
+    found = site.measured(COMBINE, replace(problem, rows=0)) if plan is None else None
+    made = plan or (found.plan if found else combine_plan_for(problem, hardware))
+    return Route(COMBINE, site.backend, True, made.reason, made, measured_us=found.measured_us if found else None)
 
 
 def _check_count(name: str, value: Any) -> None:
