@@ -50,7 +50,12 @@ ATTENTION = {
     "heads of 64, fp16, bshd": dict(dim=64, dtype="float16", layout="bshd"),
     "few rows": dict(dim=128, rows=16),
 }
+SEQUENCE = {
+    "ring_attention": {"zigzag, two blocks": dict(causal=True, placement="zigzag", schedule="two_blocks")},
+    "ulysses_attention": {"packed, causal, heads of 64": dict(dim=64, causal=True, packed=True)},
+}
 ATTENTION_NAMES = tuple(f"attention: {name}" for name in ATTENTION)
+SEQUENCE_NAMES = tuple(f"{op}: {name}" for op, variants in SEQUENCE.items() for name in variants)
 NAMES = tuple(f"{op}: {name}" for op, variants in OPS.items() for name in variants)
 PLANS = ("tile", "stages", "split", "schedule", "comm_sms")
 
@@ -62,12 +67,15 @@ def report(name: str) -> dict | list[dict]:
     from tests.ops.attention.compiling import compiled as attention
     from tests.ops.compiling_collectives import report as collectives
     from tests.ops.matmul_all_reduce.compiling import compiled as reduce
+    from tests.ops.sequence.compiling import compiled as sequence
 
     op, variant = name.split(": ")
     if op == "collectives":
         return collectives(variant, "tcgen05")
     if op == "attention":
         return attention(core="tcgen05", **ATTENTION[variant])
+    if op in SEQUENCE:
+        return sequence(op, core="tcgen05", **SEQUENCE[op][variant])
     options = dict(OPS[op][variant])
     if op == "matmul_reduce_scatter":
         fields = {key: options.pop(key) for key in PLANS if key in options}

@@ -11,6 +11,8 @@ from tileweave.ops.all_gather_matmul import check as gather
 from tileweave.ops.contract import Like, Site, coreless, out_of_reach
 from tileweave.ops.matmul_all_reduce import check as reduce
 from tileweave.ops.matmul_reduce_scatter import check as scatter
+from tileweave.ops.ring_attention import check as ring
+from tileweave.ops.ulysses_attention import check as ulysses
 from tileweave.planner.tiling import CORES
 
 
@@ -72,12 +74,15 @@ def routes(cores):
     """Paths of ops on such a GPU."""
     gpu = torch.device("cuda", 0)
     a, b = (Like(torch.Size((512, 512)), torch.bfloat16, gpu) for _ in range(2))
+    q = Like(torch.Size((1, 8, 512, 128)), torch.bfloat16, gpu)
     return {
         "matmul_reduce_scatter": scatter.settle(site(cores), a, b, "sum", None, False, None, None, 0)[1],
         "matmul_all_reduce": reduce.settle(site(cores), a, b, None, None, None, reduce.Options(False, 1e-6, 0), None)[
             1
         ],
         "all_gather_matmul": gather.settle(site(cores), a, (b,), (), False, None, 0)[1],
+        "ring_attention": ring.settle(site(cores), q, q, q, None, True, None, "bhsd", "contiguous", None)[1],
+        "ulysses_attention": ulysses.settle(site(cores), q, q, q, None, True, None, "bhsd", None)[1],
     }
 
 

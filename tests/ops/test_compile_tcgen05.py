@@ -1,7 +1,7 @@
 """The ops' kernels compile for sm_100a, by tcgen05, under the newest Triton (the one installed) and the oldest one."""
 
 from tests.compilers import NEWEST, SHARED_LIMIT, needs_triton, report, variants
-from tests.compiling_tcgen05 import ATTENTION_NAMES, NAMES
+from tests.compiling_tcgen05 import ATTENTION_NAMES, NAMES, SEQUENCE_NAMES
 
 KINDS = {"UTCQMMA": ("float8", "mxfp8"), "UTCOMMA": ("nvfp4",)}  # words of names: products of 8 and of 4 bits
 OLDEST = (
@@ -42,6 +42,20 @@ def test_attention_multiplies_by_tcgen05_alone(triton, name):
     assert r["UTCHMMA"] == consumers * 2 * (dim // 16 + 128 // 16)
     assert r["tensor_columns"] == 256 * consumers, "S, with P in its place, and O, as a power of two"
     assert r["UTMALDG"] >= 3 and r["UTMASTG"] >= consumers
+
+
+@variants(SEQUENCE_NAMES, SEQUENCE_NAMES[1:])
+def test_attention_between_ranks_multiplies_by_tcgen05_alone(triton, name):
+    """As for sm_90a, a few numbers of workers, and places of threads, lie on the stack. The loops of issuers and
+    consumers never touch it; those of Triton 3.6 may look a thread's place up, ahead of what one thread does."""
+    r = report("tests.compiling_tcgen05", triton, name)
+    assert r["target"] == "sm_100a"
+    assert r["stack"] <= 128 and r["shared"] <= SHARED_LIMIT and (r["HGMMA"], r["QGMMA"]) == (0, 0)
+    assert r["UTCHMMA"] == 2 * 2 * ((64 if "64" in name else 128) // 16 + 128 // 16) and r["tensor_columns"] == 512
+    assert len(r["loops"]) == 6, "an issuer's, and a consumer's with and without a mask, of each"
+    assert all(stack <= (0 if triton == NEWEST else 4) for _, stack in r["loops"])
+    assert {56, 200} <= set(r["setmaxnreg"]), "of worker warps, and of consumers"
+    assert r["UTMALDG"] >= 5 and r["UTMASTG"] >= 3
 
 
 def test_a_collective_that_sums():

@@ -11,9 +11,12 @@ from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan, first, roomless
 from tileweave.planner.tiling import BARRIER_BYTES
 
-ROWS = 64  # query rows of a consumer, a warp group
-DIMS = (64, 128, 256)  # of a tile: a head's dimension is padded to the next of them
-TILES = {64: ((128, 128, 64), 8), 128: ((128, 128, 128), 5), 256: ((128, 32, 256), 8)}  # of each: tile and stages
+ROWS = {"wgmma": 64, "tcgen05": 128}  # query rows of a consumer, a warp group, by core
+DIMS = {"wgmma": (64, 128, 256), "tcgen05": (64, 128)}  # of a tile: a head's dimension is padded to the next of them
+TILES = {  # of each: tile and stages
+    "wgmma": {64: ((128, 128, 64), 8), 128: ((128, 128, 128), 5), 256: ((128, 32, 256), 8)},
+    "tcgen05": {64: ((256, 128, 64), 8), 128: ((256, 128, 128), 3)},
+}
 TWO_BLOCKS = "two_blocks"  # a schedule of ring_attention
 GATHERED_BYTES = 16 << 30  # of keys and values of all peers, both slots: what ring_attention keeps of them at most
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
@@ -26,7 +29,8 @@ class Problem:
 
     name: of the op; dim: of a head, padded; rows: of a run of queries, which no tile leaves; sms: that the kernel may
     use; flops: of this rank; sent: bytes that it pushes to peers; linked: whether peers are behind a link (False for
-    virtual and emulated ranks); gathered: bytes of workspace if ring_attention keeps the keys and values of all peers.
+    virtual and emulated ranks); gathered: bytes of workspace if ring_attention keeps the keys and values of all peers;
+    cores: see `Plan.core`, those that there are, of which the planner takes the first.
     """
 
     name: str
@@ -38,11 +42,12 @@ class Problem:
     sent: int
     linked: bool = True
     gathered: int = 0
+    cores: tuple[str, ...] = ("wgmma",)
 
 
 def padded_dim(dim: int) -> int | None:
     """A tile's columns for heads of dimension `dim`; None for what is too large."""
-    return next((each for each in DIMS if each >= dim), None)
+    return next((each for each in DIMS["wgmma"] if each >= dim), None)
 
 
 def query_bufs(dim: int) -> int:
@@ -61,8 +66,10 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
     name, dim = problem.name, problem.dim
     if plan.mechanism != "tma":
         return f"plan.mechanism={plan.mechanism!r}: {name} has 'tma'"
-    if plan.core != "wgmma":
-        return f"plan.core={plan.core!r}: {name} has 'wgmma'"
+    if plan.core not in problem.cores:
+        return f"plan.core={plan.core!r}: {name} has {' and '.join(map(repr, problem.cores))} here"
+    if dim not in DIMS[plan.core]:
+        return f"plan.core={plan.core!r}: by it heads have dimensions up to {DIMS[plan.core][-1]}, not {dim}"
     schedules = ("inter_sm", TWO_BLOCKS) if problem.gathered else ("inter_sm",)
     if plan.schedule not in schedules:
         return f"plan.schedule={plan.schedule!r}: {name} has {' and '.join(map(repr, schedules))}"
@@ -74,8 +81,10 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             return f"plan.comm_sms={plan.comm_sms}: a world of one has 0, as there is nobody to send to"
     elif not 1 <= plan.comm_sms <= most:
         return f"plan.comm_sms={plan.comm_sms}: {name} has 1 to {most} with {problem.sms} SMs"
-    if plan.tile not in {(rows, keys, dim) for rows in (64, 128) for keys in (16, 32, 64, 128)}:
-        return f"plan.tile={plan.tile}: query rows are 64 or 128, keys 16, 32, 64 or 128, the head dimension {dim}"
+    rows = ROWS[plan.core]
+    if plan.tile not in {(consumers * rows, keys, dim) for consumers in (1, 2) for keys in (16, 32, 64, 128)}:
+        legal = f"query rows are {rows} or {2 * rows}, keys 16, 32, 64 or 128, the head dimension {dim}"
+        return f"plan.tile={plan.tile}: {legal}"
     if plan.stages < 3:
         return f"plan.stages={plan.stages}: the ring of keys and values needs at least 3"
     if shared_bytes(plan) > hardware.shared_bytes:
@@ -119,11 +128,15 @@ def plain(problem: Problem, hardware: Hardware = H200) -> Cost | None:
 
 def candidates(problem: Problem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
     """All plans that can run `problem`, each with its predicted microseconds, the fastest first."""
-    tile, stages = TILES[problem.dim]
-    if problem.rows <= ROWS:
-        tile = (ROWS, *tile[1:])
+    core = problem.cores[0]
+    tile, stages = TILES[core][problem.dim]
+    if problem.rows <= ROWS[core]:
+        tile = (ROWS[core], *tile[1:])
     schedule = TWO_BLOCKS if problem.gathered > GATHERED_BYTES else "inter_sm"
-    plans = [Plan("tma", schedule, tile, stages, 1, comm_sms) for comm_sms in (COMM_SMS if problem.world > 1 else (0,))]
+    plans = [
+        Plan("tma", schedule, tile, stages, 1, comm_sms, core=core)
+        for comm_sms in (COMM_SMS if problem.world > 1 else (0,))
+    ]
     found = [
         (cost_of(problem, plan, hardware).total_us, plan) for plan in plans if not unsupported(problem, plan, hardware)
     ]

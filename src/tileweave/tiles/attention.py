@@ -53,9 +53,7 @@ from tileweave import lang as gl
 from tileweave.tiles.channel import Channel, make_channel
 
 NO_MASK = gl.constexpr(1 << 30)  # an offset by which every row sees all columns
-TENSOR_ROWS = gl.constexpr(
-    128
-)  # of a consumer by tcgen05: a launch says by the boxes of its queries which core it wants
+TENSOR_ROWS = gl.constexpr(128)  # of a consumer by tcgen05, and of a query's boxes, by which a launch says so
 
 
 @gl.aggregate

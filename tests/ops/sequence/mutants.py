@@ -50,13 +50,13 @@ def outcome(op, calls, seed, size=3, sms=4):
         return "W"
 
 
-def judge(op, calls, expected, seeds=6):
+def judge(op, calls, expected, seeds=6, world=3):
     """AssertionError unless what is found is one of `expected`; if that is None, unless nothing is found."""
     if expected is None:
         assert [outcome(op, made, seed) for seed, made in zip(range(3), calls * 3, strict=False)] == [None] * 3
         return
     for seed in range(seeds):
-        found = outcome(op, calls[seed % len(calls)], seed)
+        found = outcome(op, calls[seed % len(calls)], seed, world)
         if found:
             break
     assert found and found in expected, f"expected one of {expected}, found {found}"

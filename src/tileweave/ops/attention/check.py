@@ -8,11 +8,10 @@ import torch
 
 from tileweave.fabric import Fabric
 from tileweave.ops.contract import DTYPES, coreless
+from tileweave.planner.attention import DIMS, ROWS
 
 NAME = "attention"
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, heads, rows and dim stand
-ROWS = {"wgmma": 64, "tcgen05": 128}  # of a consumer: what its products have at once
-DIMS = {"wgmma": (64, 128, 256), "tcgen05": (64, 128)}  # of a tile: TMA pads a head's dimension to the next of them
 SHARED_BYTES = 227 * 1024 - 1024  # of a CTA, less what barriers take
 
 

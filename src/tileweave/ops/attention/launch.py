@@ -10,7 +10,6 @@ from tileweave.fabric import Fabric, Variant
 from tileweave.ops.attention.check import (
     LAYOUTS,
     NAME,
-    ROWS,
     Call,
     Tiling,
     check,
@@ -22,6 +21,7 @@ from tileweave.ops.attention.check import (
 from tileweave.ops.attention.kernel import attention_kernel
 from tileweave.ops.descriptors import ALIGN, Box
 from tileweave.ops.registration import kind, recall, remember
+from tileweave.planner.attention import ROWS
 from tileweave.tiles.attention import NO_MASK
 
 WARPS = 4

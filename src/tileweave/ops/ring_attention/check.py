@@ -139,4 +139,4 @@ def problem_of(site: Site, call: Call) -> Problem | None:
     sent = 4 * (site.world - 1) * s.batch * s.kv_heads * s.kv_rows * dim
     rows = s.rows // pieces(call.placement)
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
-    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, site.linked, 2 * sent)
+    return Problem(NAME, dim, rows, site.world, site.sms or H200.sms, flops, sent, site.linked, 2 * sent, site.cores)

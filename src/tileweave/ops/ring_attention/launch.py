@@ -25,7 +25,7 @@ from tileweave.tiles.communicator import LAG
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
     """Everything of a call but the data; q, k and v as of `as_heads`. Collective when the channel must grow."""
     s, world, (tile, keys, dim) = call.shape, fabric.world_size, plan.tile  # dim may be padded
-    parts, consumers = pieces(call.placement), tile // ROWS
+    parts, consumers = pieces(call.placement), tile // ROWS[plan.core]
     rows, kv_batch_heads = s.rows // parts, s.batch * s.kv_heads
     two_blocks, high = plan.schedule == TWO_BLOCKS, math.ceil(s.kv_rows / keys)
     most = blocks_at_most(world, two_blocks)
@@ -51,7 +51,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         world, call.causal, call.packed, parts, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
         two_blocks,
     )  # fmt: skip
-    query, key = (1, 1, 1, ROWS, dim), (1, 1, keys, dim)
+    query, key = (1, 1, 1, ROWS[plan.core], dim), (1, 1, keys, dim)
     out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
     return Prepared(
         ring_attention_kernel,

@@ -10,7 +10,7 @@ from tileweave.ops.contract import DTYPES, Like, Site, check_dense, check_plan, 
 from tileweave.ops.route import Route, by_plan, fallback
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import attention as planner
-from tileweave.planner.attention import DIMS, Problem
+from tileweave.planner.attention import DIMS, ROWS, Problem
 
 LAYOUTS = ("bhsd", "bshd")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -153,11 +153,12 @@ def check_shape(name: str, q: Like, k: Like, v: Like, causal: bool, scale: float
     return shape
 
 
-def unfusable(site: Site, call: Call, device: torch.device, widest: int = DIMS[-1]) -> str | None:
-    """Why no fused kernel computes a call; None if one does. widest: the head dimension that the op has at most."""
+def unfusable(site: Site, call: Call, device: torch.device, most: int = max(DIMS["wgmma"])) -> str | None:
+    """Why no fused kernel computes a call; None if one does. most: the head dimension that the op has at most."""
     dim, scale = call.shape.dim, call.scale
-    if refusal := out_of_reach(site, device, "q"):
+    if refusal := out_of_reach(site, device, "q", tuple(ROWS)):
         return refusal
+    widest = min(most, DIMS[site.cores[0]][-1])
     if call.dtype not in DTYPES:
         return f"the kernel takes bfloat16 and float16, not {call.dtype}"
     if dim % 8 or dim > widest:

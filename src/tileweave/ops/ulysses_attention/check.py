@@ -121,7 +121,9 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
 
 def too_narrow(plan: Plan) -> str | None:
     """Why the communicators cannot send queries through the ring of keys; None if they can."""
-    return None if plan.tile[1] >= ROWS else f"plan.tile={plan.tile}: {NAME} has {ROWS} or 128 keys"
+    rows = ROWS[plan.core]
+    legal = " or ".join(str(keys) for keys in (64, 128) if keys >= rows)
+    return None if plan.tile[1] >= rows else f"plan.tile={plan.tile}: {NAME} has {legal} keys"
 
 
 def blocks_at_most(world: int) -> int:
@@ -138,4 +140,4 @@ def problem_of(site: Site, call: Call) -> Problem | None:
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
     moved = 2 * s.heads * s.rows + 2 * max(s.kv_heads, site.world) * s.kv_rows
     sent = 2 * s.batch * moved * dim * (site.world - 1) // site.world
-    return Problem(NAME, dim, s.rows, site.world, site.sms or H200.sms, flops, sent, site.linked)
+    return Problem(NAME, dim, s.rows, site.world, site.sms or H200.sms, flops, sent, site.linked, cores=site.cores)

@@ -27,13 +27,14 @@ PARTS = (4, 3, 2, 1)  # that the heads of a rank come in for the backward pass: 
 def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Prepared:
     """Everything of a call but the data; q, k and v as of `as_heads`. Collective when the channel must grow."""
     s, world, (tile, keys, dim) = call.shape, fabric.world_size, plan.tile  # dim may be padded
-    consumers, most = tile // ROWS, blocks_at_most(world)
+    of_consumer = ROWS[plan.core]
+    consumers, most = tile // of_consumer, blocks_at_most(world)
     heads, kv_heads = s.heads // world, max(s.kv_heads // world, 1)
     group, kv_batch_heads = heads // kv_heads, s.batch * kv_heads
     shapes = [(s.batch * heads, s.rows, dim)] * 2 + [(kv_batch_heads, s.kv_rows, dim)] * 2
     channel = fabric.channel(NAME, 0, world * place_bytes(shapes, call.dtype) if world > 1 else 0)
     padded = math.ceil(s.rows / tile) * tile
-    of_a_head = group * padded // ROWS + 2 * math.ceil(s.kv_rows / keys)
+    of_a_head = group * padded // of_consumer + 2 * math.ceil(s.kv_rows / keys)
     height = block_heads(kv_batch_heads, most, of_a_head, plan.comm_sms)
     across = world * padded // tile
     tiles = s.batch * heads * across
@@ -46,7 +47,7 @@ def prepare(fabric: Fabric, call: Call, q: torch.Tensor, k: torch.Tensor, v: tor
         computing * consumers + plan.comm_sms,
         world, call.causal, call.packed, most, consumers, plan.stages, query_bufs(dim), False, plan.comm_sms,
     )  # fmt: skip
-    query, key = (1, 1, ROWS, dim), (1, 1, keys, dim)
+    query, key = (1, 1, of_consumer, dim), (1, 1, keys, dim)
     out = as_heads(q.new_empty(heads_first(q, call.layout).shape), call.layout)
     views = slots(channel.staging, 2 * world, shapes, call.dtype) if world > 1 else [x[None] for x in (q, q, k, v)]
     q_slots, out_slots, k_slots, v_slots = (
