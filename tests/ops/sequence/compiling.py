@@ -21,9 +21,9 @@ COUNTED = re.compile(r"\b(HGMMA|UTCHMMA|LDTM)\b")
 
 
 def multiplying_loops(sass) -> list[tuple[int, int]]:
-    """(products or loads of sums, stack accesses) of the innermost loops that have any: from a branch's target up to it.
-    What lies in between belongs to one warp partition: a branch from a wait's slow path, at the end of the code, closes
-    no loop."""
+    """(products or loads of sums, stack accesses) of the innermost loops that have any: from a branch's target up to
+    it. What lies in between belongs to one warp partition: a branch from a wait's slow path, at the end of the code,
+    closes no loop."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,6})\*/\s+([^;]*);", sass)]
     loops = []
     for at, text in code:

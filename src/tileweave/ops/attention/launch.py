@@ -45,8 +45,9 @@ def attention(
 
     Args:
         fabric: of this rank; in a world of several ranks all make the call, as for every launch.
-        q: `[B, H, S, D]` ("bhsd") or `[B, S, H, D]` ("bshd"), bfloat16 or float16, D a multiple of 8 up to 256. Strides
-            that TMA can address cost nothing, others a copy: the last is 1, the others multiples of 16 bytes.
+        q: `[B, H, S, D]` ("bhsd") or `[B, S, H, D]` ("bshd"), bfloat16 or float16, D a multiple of 8 up to 256 (128 on
+            Blackwell). Strides that TMA can address cost nothing, others a copy: the last is 1, the others multiples of
+            16 bytes.
         k, v: of q's layout, dtype, batch and D; H is a multiple of their heads, their S may differ from q's. 0 is legal
             for every size but D.
         causal: row i sees the first `i + offset + 1` columns; else all.

@@ -46,21 +46,22 @@ def ring_attention(
             gives all ranks the same work under a causal mask; a rank's number of tokens must be even then.
         return_lse: also return the log-sum-exp of the scores.
         plan: a `Plan` to use instead of the planner's, the same on all ranks. Its tile is (queries, keys, D padded to
-            64, 128 or 256), its schedule "inter_sm": `comm_sms` SMs push this rank's k and v to the peers while the
-            others attend, to own keys first. One kernel; the keys of all peers are in the workspace meanwhile, twice.
-            With "two_blocks" only those of two blocks of heads are, together as many as two ranks have, or of one head
-            each where k has fewer heads than there are peers; the planner takes it where all would be more than 16 GiB.
+            64, 128 or 256, by "tcgen05" 64 or 128), its schedule "inter_sm": `comm_sms` SMs push this rank's k and v to
+            the peers while the others attend, to own keys first. One kernel; the keys of all peers are in the workspace
+            meanwhile, twice. With "two_blocks" only those of two blocks of heads are, together as many as two ranks
+            have, or of one head each where k has fewer heads than there are peers; the planner takes it where all would
+            be more than 16 GiB.
 
     Returns:
         `out`, shape, dtype and layout of q, a fresh contiguous tensor, ready on the current stream; with `return_lse` a
         pair of that and `lse` `[B, H, S / world]`, the natural log, float32 (float64 of float64). Scores, sums and the
         merging of blocks are in float32. A token that sees nothing (T = 0) has out 0 and lse -inf.
 
-    The kernel takes bfloat16 and float16, D a multiple of 8 up to 256 and a positive scale; strides that TMA takes
-    (the last 1, the others multiples of 16 bytes) cost no copy. Anything else, and where the fabric does not allow it
-    (`explain` says why): keys and values go round by torch.distributed, at most two blocks beyond the own one, each
-    travelling while the one before it is used by PyTorch's own attention; on virtual and emulated ranks, and GPUs
-    without NCCL, all blocks are gathered first.
+    The kernel takes bfloat16 and float16, D a multiple of 8 up to 256 (128 on Blackwell) and a positive scale; strides
+    that TMA takes (the last 1, the others multiples of 16 bytes) cost no copy. Anything else, and where the fabric does
+    not allow it (`explain` says why): keys and values go round by torch.distributed, at most two blocks beyond the own
+    one, each travelling while the one before it is used by PyTorch's own attention; on virtual and emulated ranks, and
+    GPUs without NCCL, all blocks are gathered first.
 
     It is the registered operator `torch.ops.tileweave.ring_attention` behind a function that resolves defaults:
 
