@@ -164,6 +164,33 @@ def permuted_devices(rank):
             dist.destroy_process_group(group)
 
 
+def first_use_inside_a_capture(rank):
+    """What would make the ranks meet is refused with advice: a group's first use, an op's first call, a larger one."""
+    with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
+        group = dist.new_group(list(range(RANKS)))
+
+        def refused(use):
+            torch.cuda.is_current_stream_capturing = lambda: True
+            try:
+                use()
+            except RuntimeError as error:
+                assert "cannot be captured in a CUDA graph" in str(error) and "(warm up)" in str(error), error
+            else:
+                raise AssertionError("captured")
+            torch.cuda.is_current_stream_capturing = lambda: False
+
+        refused(lambda: ProcessFabric.of(group, device))
+        fabric = ProcessFabric.of(group, device)
+        refused(lambda: fabric.channel("op", 1 << 20, 0))
+        fabric.channel("op", 1 << 20, 0)
+        refused(lambda: fabric.channel("op", 1 << 22, 0))
+        torch.cuda.is_current_stream_capturing = lambda: True
+        assert fabric.channel("op", 1 << 10, 0).captured  # what has been warmed up is taken
+        torch.cuda.is_current_stream_capturing = lambda: False
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
 def a_bound_of_the_workspace(rank):
     """That of the first rank counts on all; what goes beyond it is refused on all, and changes nothing."""
     with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
@@ -189,9 +216,39 @@ def a_bound_of_the_workspace(rank):
         dist.destroy_process_group(group)
 
 
+def shards_of_unequal_lengths(rank):
+    """A length that the ranks cannot share evenly, cut all the same: every rank is told, of every op."""
+    rows = 4 if rank == 0 else 3
+    for name, call in uneven_calls(rows).items():
+        try:
+            call(None)
+        except RuntimeError as error:
+            assert "the ranks of a group must make the same calls" in str(error) and name in str(error), error
+            assert "4 on rank 0" in str(error) or "(4" in str(error), error
+        else:
+            raise AssertionError(f"{name} took shards of 4 and of 3 rows")
+
+
+def uneven_calls(rows):
+    """A call of each op that shares rows between ranks, by name: this rank has so many. It takes a group."""
+    q, a, b = torch.randn(1, RANKS, rows, 8), torch.randn(rows, 14).bfloat16(), torch.randn(14, 8).bfloat16()
+    return {
+        "ring_attention": lambda group: tw.ring_attention(q, q, q, group),
+        "ulysses_attention": lambda group: tw.ulysses_attention(q, q, q, group),
+        "all_gather_matmul": lambda group: tw.all_gather_matmul(a, b, group),
+        "matmul_reduce_scatter": lambda group: tw.matmul_reduce_scatter(a.repeat(RANKS, 1), b, group),
+        "matmul_all_reduce": lambda group: tw.matmul_all_reduce(a, b, group),
+        "all_gather": lambda group: tw.all_gather(a, group),
+        "reduce_scatter": lambda group: tw.reduce_scatter(a.repeat(RANKS, 1), group),
+        "all_reduce": lambda group: tw.all_reduce(a, group),
+        "all_to_all": lambda group: tw.all_to_all(a, group, split_dim=1, concat_dim=0),
+    }
+
+
 SITUATIONS = (
     a_fork_of_a_process_that_has_run_a_world, groups_of_five_to_seven, groups_made_before_and_after_others,
-    threads_with_a_group_each, memory_of_a_destroyed_group, a_bound_of_the_workspace, permuted_devices,
+    threads_with_a_group_each, shards_of_unequal_lengths, memory_of_a_destroyed_group, first_use_inside_a_capture,
+    a_bound_of_the_workspace, permuted_devices,
 )  # fmt: skip
 
 

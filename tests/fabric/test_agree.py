@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 import tileweave as tw
 import tileweave.fabric.distributed as distributed
 import tileweave.fabric.world as world_module
+from tests.fabric.groups_program import RANKS, uneven_calls
 from tests.ops.problems import operands
 from tileweave.fabric import fabric_of, virtual_world
 from tileweave.fabric.base import debug_mode
@@ -128,6 +129,15 @@ def test_ranks_of_one_process_are_compared_without_debug_mode(situation, monkeyp
         world.run(lambda rank, group: tw.matmul_reduce_scatter(a[rank], b[rank], group))  # and can go on
 
 
+@pytest.mark.parametrize("op", sorted(uneven_calls(3)))
+def test_emulated_ranks_with_shards_of_unequal_lengths_are_told(op):
+    with (
+        virtual_world(RANKS, "cpu") as world,
+        pytest.raises(RuntimeError, match=f"must make the same calls .*{op} differ"),
+    ):
+        world.run(lambda rank, group: uneven_calls(4 if rank == 0 else 3)[op](group))
+
+
 def test_plans_that_say_other_reasons_agree(monkeypatch):
     """And predictions: what the ranks must agree on is how the kernel runs."""
     monkeypatch.delenv("TILEWEAVE_DEBUG", raising=False)
@@ -160,9 +170,8 @@ def member(rank, init, device, debug, situations):
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=WORLD)
-    if debug == "1":
-        for situation in situations:
-            assert_told(told(rank, None, situation, device), situation)
+    for situation in situations:
+        assert_told(told(rank, None, situation, device), situation)
     assert_equal_calls_are_made(rank, device)  # the first use of a group tells the nodes of its ranks
     gathered = []
     gather = distributed.gather_values
@@ -170,7 +179,7 @@ def member(rank, init, device, debug, situations):
     assert_equal_calls_are_made(rank, device)
     distributed.gather_values = gather
     if device == "cpu":
-        assert len(gathered) == int(debug)
+        assert len(gathered) == 1
     dist.barrier()
     dist.destroy_process_group()
 
@@ -182,10 +191,10 @@ def assert_equal_calls_are_made(rank, device):
     torch.testing.assert_close(out.float(), truth, rtol=3e-2, atol=0.2)
 
 
-# Without fused kernels there is no plan to disagree on.
-@pytest.mark.parametrize(("debug", "situations"), [("1", sorted(DISAGREEMENTS.keys() - {"plan"})), ("0", [])])
-def test_processes_that_fall_back_are_told(debug, situations, tmp_path):
-    mp.spawn(member, (f"file://{tmp_path}/init", "cpu", debug, situations), nprocs=WORLD)
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_processes_that_fall_back_are_told(debug, tmp_path):
+    """On CPUs with debug mode or without. There are no fused kernels, hence no plan to disagree on."""
+    mp.spawn(member, (f"file://{tmp_path}/init", "cpu", debug, sorted(DISAGREEMENTS.keys() - {"plan"})), nprocs=WORLD)
 
 
 @pytest.mark.gpu

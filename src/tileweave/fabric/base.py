@@ -182,11 +182,11 @@ class Fabric(ABC):
 
     @property
     def compares(self) -> bool:
-        """Whether `agree` does anything: in debug mode, and always between the ranks of one process."""
+        """Whether `agree` does anything: in debug mode; always between the ranks of one process, and on CPUs."""
         return self.debug
 
     def agree(self, call: Hashable) -> None:
-        """In debug mode, a meeting of all ranks before they make `call`.
+        """In debug mode, and between processes with CPU tensors, a meeting of all ranks before they make `call`.
 
         `call` says all that the ranks must agree on; equal ones compare equal. RuntimeError on every rank, with the
         values of each, if they differ. Ranks of one process compare their calls without debug mode too, but do not

@@ -1,11 +1,12 @@
 """Groups of torch.distributed, and a process that is alone: no fused kernels, the group's own collectives."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
+from tileweave.fabric.agreement import check_facts, facts_of
 from tileweave.fabric.base import Channel, Copies, Fabric, Variant, debug_mode
 from tileweave.fabric.capability import cuda_refusal
 from tileweave.fabric.gathering import ALL_GATHER, gather_values
@@ -44,6 +45,16 @@ class DistributedFabric(Fabric):
 
     def _spread(self) -> Spread:
         return Spread() if self.group is None else spread_of(self.group, self.gather_values)
+
+    @property
+    def compares(self) -> bool:
+        """In debug mode, and always where the host need not wait for a GPU."""
+        return self.debug or (self.device.type == "cpu" and self.world_size > 1)
+
+    def agree(self, call: Hashable) -> None:
+        """A meeting of all ranks before they make `call`, where they compare calls; else see `Fabric.agree`."""
+        if self.compares:
+            check_facts(self.gather_values(facts_of(call)))
 
     def refusal(self) -> str | None:
         if self.device.type == "cpu":
