@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from tileweave.bench import fit_between, nccl_curves, planner_page
-from tileweave.bench.predictions import FILES, PLANNERS, points, summary, whole_problem
+from tileweave.bench.predictions import FILES, PLANNERS, points, summary, tiling_of, whole_problem
 from tileweave.ops.all_gather_matmul.check import settle
 from tileweave.ops.contract import Like, Site
+from tileweave.planner import H200
+from tileweave.planner.timeline import timeline
 
 POINTS = points()
 CHOICES = fit_between.choices(POINTS)
@@ -25,6 +27,19 @@ def test_predictions_are_within_five_percent_in_the_median():
     chosen = [each for each in POINTS if each.file == FILES[0]]
     assert statistics.median(abs(each.error) for each in chosen) < 0.035
     assert all(abs(each.error) < 0.12 for each in chosen), summary(chosen)
+
+
+def test_the_simulation_comes_to_what_was_measured_of_chosen_plans():
+    """It knows nothing of the last wave's tail but the order of tiles and messages."""
+    errors = []
+    for each in POINTS:
+        if each.file == FILES[0] and each.plan and each.plan.schedule in ("intra_sm", "inter_sm"):
+            sizes = dict(zip("mnk", map(int, each.shape.split(" x ")), strict=True))
+            cost = PLANNERS[each.op].cost_of(each.problem, each.plan, tiling_of(each.plan))
+            simulated, events = timeline(each.op, each.world, sizes, each.plan, cost, H200.sms, H200)
+            assert events[-1].end_us <= simulated
+            errors.append(abs(simulated / each.measured_us - 1))
+    assert len(errors) >= 25 and statistics.median(errors) < 0.05 and max(errors) < 0.21
 
 
 def test_plans_that_were_measured_between_gpus_stay_as_they_were():

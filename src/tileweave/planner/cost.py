@@ -32,11 +32,19 @@ class Cost:
     delaying: float = SLOWING
 
     @property
+    def product_us(self) -> float:
+        """The product, slowed by device memory and by what travels beside it."""
+        return overlapped(self.compute_us, self.memory_us) + self.slowing * self.communicate_us
+
+    @property
+    def travel_us(self) -> float:
+        """What travels, slowed by the product."""
+        return self.communicate_us + self.delaying * overlapped(self.compute_us, self.memory_us)
+
+    @property
     def total_us(self) -> float:
         """T."""
-        multiply = overlapped(self.compute_us, self.memory_us)
-        slowed = max(multiply + self.slowing * self.communicate_us, self.communicate_us + self.delaying * multiply)
-        return slowed + self.exposed_us + self.sync_us
+        return max(self.product_us, self.travel_us) + self.exposed_us + self.sync_us
 
     @property
     def bound(self) -> str:

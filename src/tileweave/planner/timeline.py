@@ -27,7 +27,7 @@ def schedule_of(
     columns = shape["n"] // ranks if op == "all_gather_matmul" else shape["n"]
     tiles = math.ceil(shape["m"] / plan.tile[0]) * math.ceil(columns / plan.tile[1])
     slices = slices_of(math.ceil(tiles / (sms - plan.comm_sms)), ranks)
-    slice_us = (max(cost.compute_us, cost.memory_us) - hardware.launch_us) / slices
+    slice_us = (cost.product_us - hardware.launch_us) / slices
     link_us = cost.communicate_us - hardware.launch_us
     if op == "all_gather_matmul":  # the term has the last tiles in it
         link_us = max(link_us - slice_us, 0.0)
