@@ -205,6 +205,30 @@ class TestRun:
             assert code == "3"
         assert "Traceback" not in ran.stderr
 
+    @pytest.mark.parametrize(
+        ("failure", "code"),
+        [
+            (torch.OutOfMemoryError("no room"), 2),
+            (RuntimeError("DefaultCPUAllocator: no room"), 2),
+            (torch.AcceleratorError("an illegal access"), 3),
+            (RuntimeError("Connection closed by peer"), 3),
+        ],
+    )
+    def test_a_rank_that_fails_by_itself_blames_nobody(self, failure, code, monkeypatch, capsys):
+        """Its peers wait for it and come to no meeting, as if they were stuck."""
+
+        def fails(*_):
+            raise failure
+
+        for name, value in ({"RANK": "0", "WORLD_SIZE": "1"} | HERE).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(job.dist, "init_process_group", lambda *_, **options: None)
+        monkeypatch.setattr(job, "_of_all_ranks", fails)
+        monkeypatch.setattr(job, "_missing_ranks", lambda: [1])
+        assert main(["run", OP, "--device", "cpu", "--json"]) == code
+        error = json.loads(capsys.readouterr().out)["error"]
+        assert ("rank 1 has died or is stuck" in error) == ("peer" in str(failure)) and str(failure) in error
+
     @pytest.mark.gpu
     def test_virtual_ranks(self):
         ran = start("-m", "tileweave", "run", OP, "--ranks", "4", "--device", "cuda", "--json")

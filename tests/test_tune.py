@@ -151,6 +151,8 @@ def test_a_measurement_holds_for_the_code_that_it_was_made_with(tmp_path):
         kernel.write_text(text)
         seen.append(code_hash.__wrapped__(tmp_path))
     assert seen[0] == seen[2] != seen[1]
+    (tmp_path / "ops" / "constants.json").write_text("{}")
+    assert code_hash.__wrapped__(tmp_path) not in seen
     assert (
         tuning._key(OP, Problem(1, 1, 1, 2, 2, 4), SIZES, SimpleNamespace(device=torch.device("cpu"), backend=""))[
             "code"

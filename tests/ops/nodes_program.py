@@ -281,8 +281,14 @@ def kernels_inside(rank):
         with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
             group = on_nodes("aabb")
             if group is not None:
+                os.environ |= {
+                    "TILEWEAVE_WORKSPACE": str((1 + rank // 2) << 30),
+                    "TILEWEAVE_TIMEOUT": str(7 + rank // 2),
+                }
                 outer = ProcessFabric.of(group, device)
+                del os.environ["TILEWEAVE_WORKSPACE"], os.environ["TILEWEAVE_TIMEOUT"]
                 inside = outer.nodes.inside
+                assert (inside.bound, inside.timeout) == (1 << 30, 7.0)  # of the first rank of all
                 assert outer is ProcessFabric.of(group, device) and inside is outer.nodes.inside
                 assert (inside.backend, inside.rank, inside.world_size) == ("processes", rank % 2, 2)
                 assert (outer.backend, inside.sms, Site.of(outer).inside.sms) == ("fallback", sms, sms)
@@ -297,6 +303,22 @@ def kernels_inside(rank):
                 dist.destroy_process_group(group)
             dist.barrier()
     processes.NCCL_SMS, processes.by_nccl = left, joins
+
+
+def ranks_that_disagree(rank):
+    """In debug mode a `plan` that only one node gives, by which other pieces would go between nodes, is told."""
+    os.environ["TILEWEAVE_DEBUG"] = "1"
+    group = on_nodes("aabb")
+    if group is not None:
+        a, b, _ = operands(4, 1024, 512, 8, 0)
+        plan = tw.Plan(tile=(64, 64, 64)) if rank < 2 else None
+        try:
+            tw.matmul_all_reduce(a[rank], b[rank], group, plan=plan)
+        except RuntimeError as error:
+            assert "matmul_all_reduce differs: " in str(error) and "plan.tile" in str(error), error
+        else:
+            raise AssertionError("one node has a plan")
+    del os.environ["TILEWEAVE_DEBUG"]
 
 
 def a_measurement_beside_gloo(rank):
@@ -319,7 +341,7 @@ def situations(ranks, device="cpu"):
     named = {f"composed_{nodes}": partial(composed, nodes, ALL) for nodes in layouts}
     others = [uneven, groups_come_and_go, groups_of_ranks_in_many_groups]
     if device == "cpu":
-        others += [kernels_inside, a_measurement_beside_gloo]
+        others += [kernels_inside, ranks_that_disagree, a_measurement_beside_gloo]
     return named | ({each.__name__: each for each in others} if ranks >= 4 else {})
 
 

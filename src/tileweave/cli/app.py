@@ -12,7 +12,6 @@ import sys
 import traceback
 from typing import Annotated, Any
 
-import torch
 import torch.distributed as dist
 import typer
 from rich.console import Console
@@ -21,7 +20,7 @@ from tileweave import FabricTimeout, __version__
 from tileweave.cli import benching, planning, probing, show, tracing
 from tileweave.cli import check as checking
 from tileweave.cli import doctor as machine
-from tileweave.cli.environment import check_environment, launched_by_torchrun, speaks
+from tileweave.cli.environment import check_environment, launched_by_torchrun, out_of_memory, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.ops import OPS
 from tileweave.cli.output import LostOutput, Output
@@ -278,16 +277,11 @@ def _run(arguments: list[str]) -> int:
     except LostOutput:
         raise
     except Exception as error:
-        if _out_of_memory(error):
+        if out_of_memory(error):
             return _fail(arguments, f"not enough memory, take smaller sizes: {error}", BAD_USAGE)
         if not isinstance(error, dist.DistError):  # ranks that did not find each other are no fault of the code
             traceback.print_exc()
         return _fail(arguments, f"{type(error).__name__}: {error}", FAULT)
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; PyTorch's error for the CPU has no class of its own."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _fail(arguments: list[str], text: str, code: int) -> int:

@@ -81,6 +81,11 @@ def memory_bytes(cuda: bool) -> int | None:
     return min(total, int(limit)) if limit.isdecimal() else total
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; PyTorch's error for the CPU has no class of its own."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _number(name: str, least: int, most: int | None = None) -> int:
     text = os.environ[name]
     if not text.isdecimal() or len(text) > 9 or int(text) < least or (most is not None and int(text) > most):

@@ -18,7 +18,13 @@ import torch
 import torch.distributed as dist
 
 import tileweave
-from tileweave.cli.environment import launched_by_torchrun, memory_bytes, tell_of_waiting, world_size
+from tileweave.cli.environment import (
+    launched_by_torchrun,
+    memory_bytes,
+    out_of_memory,
+    tell_of_waiting,
+    world_size,
+)
 from tileweave.cli.problem import CALLS, DTYPES, BadUsage, Problem
 from tileweave.fabric import MAX_RANKS, FabricTimeout
 from tileweave.fabric.processes import timeout_seconds
@@ -118,9 +124,11 @@ def _run_in_processes(problem: Problem, device: str) -> dict[str, Any] | None:
     dist.init_process_group("nccl" if cuda else "gloo", timeout=limit)
     try:
         report = _of_all_ranks(problem, place)
-    except FabricTimeout:
+    except (FabricTimeout, torch.AcceleratorError):  # of this rank, or told by it
         raise
     except RuntimeError as error:  # of the group, which does not say who has not come
+        if out_of_memory(error):  # here: the others are well, and wait for this rank
+            raise
         if missing := _missing_ranks():
             ranks = f"rank {missing[0]} has died or is" if len(missing) == 1 else f"ranks {missing} have died or are"
             raise dist.DistError(f"{ranks} stuck: {str(error).splitlines()[0]}") from error

@@ -152,11 +152,12 @@ def _new_group(parent: dist.ProcessGroup, name: str, members: list[int], max_cta
     """
     config = dist.get_backend_config(parent)
     device = torch.device(config.partition(":")[0])
+    timeout = parent._get_backend(device).options._timeout
     options = None
     if max_ctas and by_nccl(parent):
         options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout  # another than the argument is warned of
         options.config.max_ctas = max_ctas
-    timeout = parent._get_backend(device).options._timeout
     default = c10d._get_default_group()
     bound = default.bound_device_id
     if bound is not None:  # NCCL would split the default group's communicator, in which all of its ranks take part

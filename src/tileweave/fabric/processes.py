@@ -174,6 +174,7 @@ class ProcessFabric(DistributedFabric):
         if spread.inside is None or spread.across is None:
             return None
         inside = ProcessFabric.of(spread.inside, self.device)
+        inside.timeout, inside.bound = self.timeout, self.bound  # or one node would refuse a call that others make
         if inside.sms and by_nccl(spread.across):
             inside.sms = max(inside.sms - NCCL_SMS, 1)
         return Nodes(inside, spread.across)

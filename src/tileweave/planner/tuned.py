@@ -23,6 +23,7 @@ from tileweave.planner.plan import AGREED, Plan
 FORMAT, VERSION = "tileweave tuned plans", 1
 LARGEST = 1 << 16  # bytes of a file that is read
 CODE = ("fabric", "lang", "ops", "planner", "tiles")  # parts of the package
+KINDS = ("*.py", "*.json")  # of their files: the planner's constants are JSON
 Times = list[tuple[Plan, float]]
 
 
@@ -40,7 +41,7 @@ class Tuned:
 def code_hash(package: Path = Path(__file__).parents[1]) -> str:
     """Of all that decides what a call runs and how fast: device code, its launches, the fabric, the planner."""
     found = hashlib.sha256()
-    for path in sorted(each for part in CODE for each in (package / part).rglob("*.py")):
+    for path in sorted(each for part in CODE for kind in KINDS for each in (package / part).rglob(kind)):
         text = path.read_bytes()
         found.update(f"{path.relative_to(package).as_posix()} {len(text)}\n".encode() + text)
     return found.hexdigest()[:16]

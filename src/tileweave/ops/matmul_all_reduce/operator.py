@@ -66,7 +66,7 @@ def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan
     check_kinds(a, b, *extras[:1], deterministic, *extras[1:], norm_eps, plan, max_sms)
     options = Options(deterministic, float(norm_eps), max_sms or 0)
     call, route = settle(Site.of(fabric), Like.of(a), Like.of(b), *map(Like.of, extras), options, plan)
-    agreement = Agreement(NAME, call, route.plan)
+    agreement = Agreement(NAME, call, plan if route.inside else route.plan)  # it decides what goes between nodes
     if fabric.compares:
         fabric.agree(agreement)
     if call.m == 0 or call.n == 0:
