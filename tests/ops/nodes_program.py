@@ -19,6 +19,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import tileweave as tw
 from tests.fabric.groups_program import gpus_by_a_fake_driver
+from tests.fabric.process_program import Ledger
 from tests.ops.all_gather_matmul.problems import operands as gathered_operands
 from tests.ops.collectives import MOVING, inputs
 from tests.ops.problems import operands
@@ -274,11 +275,13 @@ def groups_of_ranks_in_many_groups(rank):
 
 
 def kernels_inside(rank):
-    """Ranks that think they have a GPU each: kernels can run inside a node, and leave SMs to NCCL between them."""
+    """Ranks that think they have a GPU each: kernels can run inside a node, and leave SMs to NCCL between them. Memory
+    inside goes with the group."""
     left, joins = processes.NCCL_SMS, processes.by_nccl
     for by_nccl, sms in ((False, 8), (True, 5)):
         processes.NCCL_SMS, processes.by_nccl = 3, lambda group, answer=by_nccl: answer
         with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
+            ledger = Ledger.of_this_process()
             group = on_nodes("aabb")
             if group is not None:
                 os.environ |= {
@@ -299,8 +302,12 @@ def kernels_inside(rank):
                 _, route = settle(Site.of(outer), a, b, "sum", None, False, None, None, 0)
                 assert (route.fused, route.verdict, route.plan, route.predicted_us) == (True, "composed", None, None)
                 assert f"of its 2 calls the first is predicted to take {route.inside.predicted_us} us" in route.reason
+                assert min(ledger.balance()) > 0
                 dist.barrier(group)
                 dist.destroy_process_group(group)
+                del group, outer, inside
+                gc.collect()
+                assert ledger.balance() == (0, 0, 0), ledger.balance()
             dist.barrier()
     processes.NCCL_SMS, processes.by_nccl = left, joins
 
