@@ -38,3 +38,8 @@ def test_kernels_are_told_apart_and_the_choice_comes_first(op):
         first = sweep.plans_of(SITE, (op, sizes), 1.0)[0]
         chosen = plan_for(Problem(8192, 8192, 4096, 2, 2, 66, True, linked=False))
         assert (first.schedule, first.tile, first.split) == (chosen.schedule, chosen.tile, chosen.split)
+
+
+def test_no_shape_is_begun_when_the_time_is_up(capsys):
+    assert sweep.all_rows(["matmul_all_reduce"], math.inf, 0.0, None, False, True) == []
+    assert capsys.readouterr().out == "out of time: the other shapes are left out\n"

@@ -1,13 +1,18 @@
 """Every plan that the planner chooses from, measured: how far is its choice from the best?
 
-`python -m tileweave.bench.sweep`, on virtual ranks of one GPU, which share its SMs and its memory: no link is measured.
-Kernels are compiled first, by as many processes as --workers says; then all plans of a shape take turns, and the
-FINALISTS fastest do once more with the choice. A line for each shape, then the distance of the choice from the best.
+    python -m tileweave.bench.sweep [OP ...]
+    python -m torch.distributed.run --nproc-per-node 2 -m tileweave.bench.sweep --within 1.2 [OP ...]
+
+On virtual ranks of one GPU, which share its SMs and its memory, no link is measured; kernels are compiled first, by as
+many processes as --workers says. Between GPUs, one process each, they are compiled as they come, so --within should
+leave few. All plans of a shape take turns, and the FINALISTS fastest do once more with the choice. A line for each
+shape, then the distance of the choice from the best.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -18,8 +23,9 @@ from typing import Any
 
 import torch
 
+from tileweave.bench.harness import ranks
 from tileweave.bench.measure import machine
-from tileweave.fabric import virtual_world
+from tileweave.fabric import Fabric, fabric_of, virtual_world
 from tileweave.ops.contract import Site
 from tileweave.ops.plans import contenders, every_plan
 from tileweave.planner.plan import Plan
@@ -27,7 +33,10 @@ from tileweave.tune import CLOCKS, call_of, measured
 
 RANKS, FINALISTS = 2, 4
 MATMULS = ("matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce")
-SHAPES = ((8192, 8192, 8192), (4096, 4096, 4096), (2048, 8192, 8192), (512, 4096, 8192), (128, 8192, 4096))  # m, n, k
+SHAPES = (  # m, n, k
+    (8192, 8192, 8192), (4096, 4096, 4096), (2048, 8192, 8192), (512, 4096, 8192), (128, 8192, 4096),
+    (512, 4096, 14336),  # one wave of a reduce-scatter, which one shot is predicted to take as fast
+)  # fmt: skip
 Task = tuple[str, dict[str, int]]
 
 
@@ -82,25 +91,26 @@ def compile_all(ops: list[str], within: float, workers: int, until: float) -> No
 
 
 def row(task: Task, within: float) -> dict[str, Any]:
-    """All plans of a shape measured: the choice, the best, and how far they are apart."""
-    op, sizes = task
+    """`row_of` virtual ranks."""
     with virtual_world(RANKS, "cuda") as world:
+        return world.run(lambda rank, group: row_of(task, within, group.world.fabric(rank), group))[0]
 
-        def run(rank: int, group: Any) -> dict[str, Any]:
-            fabric = group.world.fabric(rank)
-            plans, call = plans_of(Site.of(fabric), task, within), call_of(op, sizes, torch.bfloat16, fabric, group)
-            problem = contenders(op, Site.of(fabric), sizes, torch.bfloat16)[0]
-            times = measured(fabric, op, problem, plans, call, CLOCKS["cuda"])
-            again = dict.fromkeys([plans[0], *(plan for plan, _ in times[:FINALISTS])])
-            finals = dict(measured(fabric, op, problem, list(again), call, CLOCKS["cuda"]))
-            best = min(finals, key=lambda plan: finals[plan])
-            return {
-                "op": op, "ranks": RANKS, **sizes, "chosen": plans[0].to_dict(), "chosen_us": finals[plans[0]],
-                "best": best.to_dict(), "best_us": finals[best], "distance": finals[plans[0]] / finals[best] - 1,
-                "plans": [{**plan.to_dict(), "measured_us": us} for plan, us in times],
-            }  # fmt: skip
 
-        return world.run(run)[0]
+def row_of(task: Task, within: float, fabric: Fabric, group: Any) -> dict[str, Any]:
+    """All plans of a shape measured in a group, the slowest rank counts: the choice, the best, and how far they are
+    apart. Collective."""
+    op, sizes = task
+    plans, call = plans_of(Site.of(fabric), task, within), call_of(op, sizes, torch.bfloat16, fabric, group)
+    problem = contenders(op, Site.of(fabric), sizes, torch.bfloat16)[0]
+    times = measured(fabric, op, problem, plans, call, CLOCKS["cuda"])
+    again = dict.fromkeys([plans[0], *(plan for plan, _ in times[:FINALISTS])])
+    finals = dict(measured(fabric, op, problem, list(again), call, CLOCKS["cuda"]))
+    best = min(finals, key=lambda plan: finals[plan])
+    return {
+        "op": op, "ranks": fabric.world_size, **sizes, "chosen": plans[0].to_dict(), "chosen_us": finals[plans[0]],
+        "best": best.to_dict(), "best_us": finals[best], "distance": finals[plans[0]] / finals[best] - 1,
+        "plans": [{**plan.to_dict(), "measured_us": us} for plan, us in times],
+    }  # fmt: skip
 
 
 def told(found: dict[str, Any]) -> str:
@@ -148,19 +158,32 @@ def main() -> None:
     if asked.share:
         compile_share(ops, asked.within, asked.share[0], asked.share[1], asked.until)
         return
-    end = time.time() + asked.seconds
-    compile_all(ops, asked.within, asked.workers, time.time() + 0.7 * asked.seconds)
+    end, between = time.time() + asked.seconds, "LOCAL_RANK" in os.environ
+    if not between:
+        compile_all(ops, asked.within, asked.workers, time.time() + 0.7 * asked.seconds)
+    with ranks(between) as speaks:
+        rows = all_rows(ops, asked.within, end, asked.json if speaks else None, between, speaks)
+    if rows and speaks:
+        print(summary(rows))
+
+
+def all_rows(
+    ops: list[str], within: float, end: float, path: Path | None, between: bool, speaks: bool
+) -> list[dict[str, Any]]:
+    """The rows of all shapes that there is time for, told as they come by who `speaks`, and written to `path`."""
+    fabric = fabric_of(None, "cuda") if between else None
     rows: list[dict[str, Any]] = []
     for task in sorted(tasks(ops), key=lambda each: SHAPES.index(tuple(each[1].values()))):
-        if time.time() > end:
+        late = time.time() > end
+        if fabric.gather_values(late)[0] if fabric else late:
             print("out of time: the other shapes are left out")
             break
-        rows.append(row(task, asked.within))
-        print(told(rows[-1]), flush=True)
-        if asked.json:
-            asked.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
-    if rows:
-        print(summary(rows))
+        rows.append(row_of(task, within, fabric, None) if fabric else row(task, within))
+        if speaks:
+            print(told(rows[-1]), flush=True)
+        if path:
+            path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n")
+    return rows
 
 
 if __name__ == "__main__":
