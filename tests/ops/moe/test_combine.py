@@ -162,7 +162,7 @@ MUTANTS = {
     "the call before is waited for": ([(MET, "gl.wait_all(work.flags, 0, work.flags.world, epoch - 1)")], "R"),
     "told by every storer": ([(COUNTED, COUNTED.replace("if count_up(", "if (count >= 0) | count_up("))], "R"),
     "told of a tile too few": ([(COUNTED, COUNTED.replace("mm.tiles *", "(mm.tiles - 1) *"))], "RDW"),
-    "told to this rank only": ([(TOLD, "        gl.signal(work.flags, work.flags.rank, work.flags.rank, epoch)\n")], "D"),
+    "told to this rank only": ([(COUNTED + TOLD, COUNTED + "        gl.signal(work.flags, work.flags.rank, work.flags.rank, epoch)\n")], "D"),
     "a rank without tiles does not tell": ([("        if (tiles == 0) & (gl.program_id(0) == 0):\n", "        if (tiles < 0) & (gl.program_id(0) == 0):\n")], "D"),
     "one slot": ([("(epoch & 1).to(gl.int64) * way.slot_lines", "(epoch & 0).to(gl.int64) * way.slot_lines")], "RW"),
     "a row too many": ([("end_of(work.offsets, expert, work.rows), row + mm.ROWS)", "end_of(work.offsets, expert, work.rows) + 1, row + mm.ROWS)")], "RWP"),
