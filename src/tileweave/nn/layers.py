@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tileweave.fabric import group_name
+from tileweave.nn.arguments import check_module, check_tensor
 from tileweave.nn.shard import ParallelLinear
 from tileweave.ops.all_gather_matmul import all_gather_matmul
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
@@ -112,6 +113,8 @@ def column_parallel(x: torch.Tensor, *layers: nn.Module) -> list[torch.Tensor]:
 
     ValueError, TypeError: the layers differ in group or options, or only some are column parallel.
     """
+    for layer in layers:
+        check_module("column_parallel", "each layer", layer)
     columns = [layer for layer in layers if isinstance(layer, ColumnParallelLinear)]
     if not columns:
         return [layer(x) for layer in layers]
@@ -154,7 +157,9 @@ def to_rows(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Size]:
 
 
 def check_input(layer: ParallelLinear, x: torch.Tensor, features: int) -> int:
-    """The dimension of x in which the sequence lies, counted from 0; ValueError if x has not the layer's shape."""
+    """The dimension of x in which the sequence lies, counted from 0; TypeError or ValueError if x is no tensor of the
+    layer's shape."""
+    check_tensor(layer, x)
     dims, dim, name = x.dim(), layer.sequence_dim, type(layer).__name__
     if dims < 2 or x.shape[-1] != features:
         raise ValueError(f"{name}: input must be [..., tokens, {features}], got {list(x.shape)}")

@@ -9,6 +9,7 @@ from torch import nn
 
 from tileweave.fabric import Group, fabric_of
 from tileweave.fabric.names import resolve_group
+from tileweave.nn.arguments import check_tensor, size
 from tileweave.nn.shard import SAVES_WHOLE, _place
 from tileweave.ops.moe import Experts, moe_dispatch_matmul, moe_matmul_combine
 
@@ -58,7 +59,10 @@ class MoE(nn.Module):
         seed: int | None = None,
     ):
         super().__init__()
-        self.features, self.hidden, self.experts, self.k = features, hidden, experts, k
+        self.features, self.hidden = size(self, "features", features), size(self, "hidden", hidden)
+        self.experts, self.k = experts, k = size(self, "experts", experts), size(self, "k", k)
+        if seed is not None and type(seed) is not int:
+            raise TypeError(f"MoE: seed must be an int or None, got {seed!r}")
         self.normalize, self.capacity, self.max_tokens, self.seed = normalize, capacity, max_tokens, seed
         self.group = resolve_group(group)
         self.rank, self.world_size = _place(self.group)
@@ -101,7 +105,8 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """See the class."""
-        if x.shape[-1] != self.features:
+        check_tensor(self, x)
+        if not x.dim() or x.shape[-1] != self.features:
             raise ValueError(f"MoE: input must be [..., {self.features}], got {list(x.shape)}")
         tokens = x.reshape(-1, self.features)
         probabilities = F.softmax(F.linear(tokens, self.router).float(), -1)

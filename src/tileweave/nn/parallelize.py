@@ -10,6 +10,7 @@ from torch import nn
 
 from tileweave.fabric import Group
 from tileweave.fabric.names import resolve_group
+from tileweave.nn.arguments import check_module
 from tileweave.nn.layers import ColumnParallelLinear, RowParallelLinear
 from tileweave.nn.shard import ParallelLinear
 
@@ -67,6 +68,7 @@ def parallelize(module: M, plan: Mapping[str, Style], group: Group = None) -> M:
     group = resolve_group(group)
     if not isinstance(plan, Mapping):
         raise TypeError(f"plan: expected a dict of names and styles, got {type(plan).__name__}")
+    check_module("parallelize", "module", module)
     styles = _styles(module, plan)
     _check_ties(module, styles)
     linears = {name: module.get_submodule(name) for name in styles}

@@ -10,6 +10,7 @@ from torch import nn
 
 from tileweave.fabric import Group, VirtualGroup, fabric_of
 from tileweave.fabric.names import resolve_group
+from tileweave.nn.arguments import size
 
 SAVES_WHOLE: ContextVar[bool] = ContextVar("SAVES_WHOLE", default=False)  # whether state_dict gathers; one per thread
 
@@ -41,16 +42,17 @@ class ParallelLinear(nn.Module):
         self._check_options(
             bias=bias, sequence_parallel=sequence_parallel, sequence_dim=sequence_dim, max_sms=max_sms, seed=seed
         )
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = size(self, "in_features", in_features)
+        self.out_features = size(self, "out_features", out_features)
         self.group = resolve_group(group)
         self.rank, self.world_size = _place(self.group)
         self.sequence_parallel, self.sequence_dim = sequence_parallel, sequence_dim
         self.max_sms, self.seed = max_sms, seed
-        size, world = getattr(self, self.SIZE), self.world_size
-        if size % world:
-            near = f"{size - size % world} or {size - size % world + world}" if size > world else f"{world}"
+        split, world = getattr(self, self.SIZE), self.world_size
+        if split % world:
+            near = f"{split - split % world} or {split - split % world + world}" if split > world else f"{world}"
             raise ValueError(
-                f"{type(self).__name__}: {self.SIZE} = {size} is not divisible by the world size {world}; "
+                f"{type(self).__name__}: {self.SIZE} = {split} is not divisible by the world size {world}; "
                 f"{near} would be"
             )
         kind: dict[str, Any] = dict(device=device, dtype=dtype)

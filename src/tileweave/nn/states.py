@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from tileweave.nn.arguments import check_module
 from tileweave.nn.moe import MoE
 from tileweave.nn.shard import SAVES_WHOLE, ParallelLinear
 from tileweave.ops.collectives import all_reduce
@@ -20,6 +21,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     A rank's own `module.state_dict()` has parts under the names of wholes. Save each rank's to a file of its own:
     torch.distributed.checkpoint would take them for one tensor that all ranks have.
     """
+    check_module("full_state_dict", "module", module)
     token = SAVES_WHOLE.set(True)
     try:
         return module.state_dict()
@@ -41,6 +43,7 @@ def reduce_gradients(module: nn.Module) -> None:
 
     ValueError: the layers whose ranks have tokens of their own have several groups, or only some layers are such.
     """
+    check_module("reduce_gradients", "module", module)
     layers = [layer for layer in module.modules() if isinstance(layer, ParallelLinear | MoE)]
     split = {id(getattr(layer, name)) for layer in layers for name in layer.SPLIT}
     own = [layer for layer in layers if isinstance(layer, MoE) or layer.sequence_parallel]  # each rank its own tokens
