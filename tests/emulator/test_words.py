@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.emulator.kernels import semantics
 from tests.emulator.test_async import launch
 from tileweave import lang
-from tileweave.emulator import RaceError, words
+from tileweave.emulator import ProtocolError, RaceError, words
 from tileweave.emulator.tiles import Int32, c_div, c_mod
 from tileweave.lang._names import WORDS
 
@@ -118,3 +118,14 @@ def test_every_word_of_the_emulator_is_documented():
         word = getattr(words, name)
         if inspect.isfunction(word) and not re.match("maximum|minimum|max|min|sum|exp2|log2", name):
             assert word.__doc__, name
+
+
+def test_small_values_over_sums_in_tensor_memory():
+    """Two to a column; whether something is there is known of each byte."""
+    out = torch.zeros(128, 32)
+    launch(0, semantics.halves_of_sums, out, 1)
+    assert bool((out == 3.0).all())
+    out.zero_()
+    with pytest.raises(ProtocolError, match="read before anything has written it"):
+        launch(0, semantics.halves_of_sums, out, 0)
+    assert bool((out.view(torch.bfloat16) == 1.0).all())

@@ -90,6 +90,8 @@ _SETUPS: dict[str, list[Setup]] = {
     "attention": [
         ("causal", _ALONE, 2, {"causal": True, "offset": -20, "tiling": Tiling(2, 16, 3)}),
         ("in turns", _ALONE, 2, {"causal": True, "offset": -20, "tiling": Tiling(2, 16, 4, take_turns=True)}),
+        ("tcgen05", _ALONE | {"heads": 2, "kv_heads": 2, "seq": 300}, 1,
+         {"causal": True, "offset": -20, "tiling": Tiling(2, 32, 3, core="tcgen05")}),
     ],
     "grouped_matmul": [
         ("two multipliers", {"tokens": 300, "hidden": 200, "inner": 136, "experts": 5}, 2, _plan("intra_sm")),

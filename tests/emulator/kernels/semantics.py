@@ -159,3 +159,22 @@ def reinterpreted(x, out, WAITS: gl.constexpr):
     bar = gl.allocate_shared_memory(gl.int64, [1], gl.MBarrierLayout())
     gl.mbarrier_init(bar, count=1)
     gl.warp_specialize([(write_pairs, (x, buf, bar)), (read_words, (out, buf, bar, WAITS))], [1], [40])
+
+
+@gl.jit
+def halves_of_sums(out, HALF: gl.constexpr):
+    """Float32 sums in tensor memory, over whose first half of columns 16-bit values are written, one for each sum; then
+    sums are read from column HALF * 32 on."""
+    WHOLE: gl.constexpr = gl.TensorMemoryLayout([128, 64], 1)
+    TWICE: gl.constexpr = gl.TensorMemoryLayout([128, 128], 1)
+    L: gl.constexpr = gl.tensor_memory_registers(128, 64, gl.num_warps())
+    PART: gl.constexpr = gl.tensor_memory_registers(128, 32, gl.num_warps())
+    sums = gl.allocate_tensor_memory(gl.float32, [128, 64], WHOLE)
+    small = gl.reinterpret(sums, gl.bfloat16, [128, 128], TWICE)
+    if HALF == 1:
+        gl.tcgen05_store(sums, gl.full([128, 64], 3.0, gl.float32, L))
+    gl.tcgen05_store(small.slice(0, 64), gl.full([128, 64], 1.0, gl.float32, L).to(gl.bfloat16))
+    part = gl.tcgen05_load(sums.slice(HALF * 32, 32), PART)
+    rows = gl.arange(0, 128, gl.SliceLayout(1, PART))[:, None] * 32
+    gl.store(out + rows + gl.arange(0, 32, gl.SliceLayout(0, PART))[None, :], part)
+    gl.tcgen05_load(small.slice(32 if HALF == 1 else 64, 64), L)
