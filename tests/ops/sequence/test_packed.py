@@ -119,7 +119,7 @@ WRONG = [
     (dict(cu_seqlens=CU.long()), ValueError, "cu_seqlens must be int32 .* got torch.int64 of shape"),
     (dict(cu_seqlens=CU[:1]), ValueError, r"two at least, got torch.int32 of shape \[1\]"),
     (dict(cu_seqlens=CU[None]), ValueError, r"of shape \[1, 3\]"),
-    (dict(cu_seqlens=CU.to("meta")), ValueError, "q is on cpu and cu_seqlens on meta"),
+    (dict(cu_seqlens=CU.to("meta")), ValueError, "cu_seqlens is on the meta device, without data"),
     (dict(q=Q.expand(2, 4, 6, 8), k=K.expand(2, 2, 6, 8), v=K.expand(2, 2, 6, 8)), ValueError, "in one batch, got 2"),
     (dict(k=K[:, :, :4], v=K[:, :, :4]), ValueError, "equally many tokens, got 6 and 4"),
 ]
