@@ -10,7 +10,9 @@ import torch
 import tileweave as tw
 from tests.fabric.kernels import meet_kernel, pass_on_kernel
 from tileweave.fabric import FabricTimeout, fabric_of, virtual_world
+from tileweave.fabric.base import BLOCK_WORDS
 from tileweave.fabric.capability import sms_per_rank
+from tileweave.fabric.workspace import CUDA_GRANULE
 
 pytestmark = pytest.mark.gpu
 
@@ -296,3 +298,19 @@ def test_more_sms_than_the_gpu_has():
 def test_a_grid_that_cannot_be_resident_is_refused():
     with virtual_world(2, "cuda", sms=3) as world, pytest.raises(ValueError, match=r"expected 1 to 3 .* got 4"):
         world.run(lambda rank, group: fabric_of(group).launch(meet_kernel, 4, (), num_warps=1))
+
+
+def test_a_bound_of_the_workspace(monkeypatch):
+    """A first call's slots fit, a larger one's do not beside them; the world goes on."""
+    held = 4 * BLOCK_WORDS + 2 * 2 * CUDA_GRANULE
+    monkeypatch.setenv("TILEWEAVE_WORKSPACE", str(held))
+    with virtual_world(2, "cuda", timeout=10) as world:
+
+        def larger(rank, group):
+            with pytest.raises(RuntimeError, match=rf"pass_on: .* hold {held} already, and TILEWEAVE_WORKSPACE allows"):
+                fabric_of(group).channel("pass_on", 0, CUDA_GRANULE + 1)
+            return pass_on(group).item()
+
+        first = world.run(lambda rank, group: pass_on(group).item())
+        assert world.run(lambda rank, group: tw.memory_report(group))[0]["pass_on"]["own"] == held
+        assert [x - y for x, y in zip(world.run(larger), first, strict=True)] == [100, 100]
