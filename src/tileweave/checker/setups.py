@@ -108,8 +108,8 @@ _SETUPS: dict[str, list[Setup]] = {
         ("transposed", _TOKENS | {"tokens": 60}, 2,
          {**_plan("intra_sm", "register", tile=(64, 64, 64)), "transposed": True}),
         ("ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 2, {**_plan("intra_sm", "register"), "again": True}),
-        # Two communicators, who count for each other, and four chunks.
-        ("sums", _TOKENS | {"tokens": 60, "hidden": 200}, 4,
+        # Two communicators, who count for each other; four chunks; parts that TMA stores and parts that threads do.
+        ("sums", _TOKENS | {"tokens": 120, "hidden": 200}, 4,
          {**_plan("inter_sm", "register", 2, (64, 64, 64)), "again": True}),
         ("sums, ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 4,
          {**_plan("inter_sm", "register", 2, (64, 64, 64)), "again": True}),

@@ -101,7 +101,7 @@ MUTANTS = {
     "communicators do not wait": ([(WAITED, "met = epoch == epoch")], "R"),
     "they wait for the first chunk": ([(WAITED, WAITED.replace(" + chunk", ""))], "R"),
     "parts are not performed": ([(STORED, STORED.replace("    gl.store_wait(0)\n", ""))], "R"),
-    "rows from registers are not performed": ([(STORED, STORED.replace("    gl.barrier()\n", ""))], "R"),
+    "parts are told of without a barrier": ([(STORED, STORED.replace("    gl.barrier()\n", ""))], "R"),
     "told of a tile too few": ([("row_tiles * width * mm.HALVES", "(row_tiles * width - 1) * mm.HALVES")], "RDW"),
     "rows of the next expert": ([("    end = end_of(work.offsets, owner // CHUNKS, work.rows)\n", "    end = work.rows\n")], "R"),
     "sums are not performed": ([(SENT, SENT.replace("    gl.barrier()\n", ""))], "R"),
