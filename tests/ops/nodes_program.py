@@ -208,6 +208,7 @@ def sends(group, mine, world):
     try:
         a, b, _ = operands(world, 1024 * world, 520, 8, 0, device=DEVICE)
         rows, w, _ = gathered_operands(world, 1030, (0, 8), 512, 1, device=DEVICE)
+        few = [x[:2] for x in b]
         share, cut, whole = 1024 * 520 * 2, 2 if count < 4 else 1, reference(a, b)
         for call, expected, messages, truth in (
             (
@@ -219,6 +220,13 @@ def sends(group, mine, world):
                 (count - 1) * rows[mine].nbytes, (count - 1) * cut, gathered_product(rows, w[mine][1]),
             ),
             (lambda: tw.matmul_all_reduce(a[mine], b[mine], group), 2 * (count - 1) * share, 4, whole),
+            (  # of few bytes each place sums the whole itself: a group's sum may have other bits at each
+                lambda: tw.matmul_all_reduce(a[mine][:8], b[mine], group), (count - 1) * 8 * 520 * 2, 1, whole[:8],
+            ),
+            (
+                lambda: tw.all_reduce(few[mine], group), (count - 1) * few[0].nbytes, 1,
+                collective("all_reduce", few)[mine],
+            ),
         ):  # fmt: skip
             sent.clear()
             near(call(), truth, world)

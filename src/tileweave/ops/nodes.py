@@ -9,9 +9,9 @@ import torch
 
 from tileweave.fabric.nodes import Nodes, Pending
 
-# An all-reduce sends 2 (n - 1) / n of what a rank holds to other nodes: all of the result, or, between a reduce-scatter
-# and an all-gather inside the node, its share. Up to this size the former costs less than a launch more; nor is a
-# smaller message worth a launch of its own. Not measured.
+# An all-reduce sends a rank's whole result to all other nodes or, between a reduce-scatter and an all-gather inside the
+# node, about twice its share. Up to this size the former costs less than a launch more; nor is it worth a launch of its
+# own to cut off less. Not measured.
 DIRECT_BYTES = 512 << 10
 PIECES = 4  # into which a call is cut at most, so that one travels while the next is computed
 WHOLE = slice(None)

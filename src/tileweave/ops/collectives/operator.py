@@ -95,7 +95,7 @@ def _all_reduce_over_nodes(fabric: Fabric, call: Call, x: torch.Tensor) -> torch
     mean = call.reduction == "avg"
     parts = pieces_over_nodes(call, nodes.each)
     if not parts:
-        return reduced(nodes, run(nodes.inside, "all_reduce", x, *options), mean, call.deterministic)()
+        return reduced(nodes, run(nodes.inside, "all_reduce", x, *options), mean, True)()  # to the same bits everywhere
     flat, shares = x.reshape(-1), []
     for part in parts:
         share = run(nodes.inside, "reduce_scatter", padded(flat[part], nodes.each), 0, *options)

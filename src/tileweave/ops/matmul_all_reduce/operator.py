@@ -87,7 +87,7 @@ def _over_nodes(plan, fabric, call, a, b, extras):
     parts = pieces_over_nodes(call, nodes.each, plan)
     if not parts:
         (total,) = run(nodes.inside, a, b, None, ordered, None, None, call.options.norm_eps, plan, max_sms)
-        return with_extras(call, reduced(nodes, total, False, ordered)(), extras)
+        return with_extras(call, reduced(nodes, total, False, True)(), extras)  # each place sums, to the same bits
     shares = []
     for part in parts:
         rows = padded(a[part], nodes.each)
