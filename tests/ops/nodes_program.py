@@ -158,6 +158,21 @@ def gradients(group, mine, world):
     torch.testing.assert_close(x.grad, torch.full_like(x, world))
 
 
+def compiled(group, mine, world):
+    """A graph of calls, and of its gradients, gives what the calls give."""
+    a, b, _ = operands(world, 8 * world, 24, 16, 6, device=DEVICE)
+
+    def both(x, y):
+        return tw.all_gather_matmul(tw.matmul_reduce_scatter(x, y, group), y.t().contiguous(), group).float().sum()
+
+    grads = []
+    for call in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
+        x = a[mine].clone().requires_grad_()
+        call(x, b[mine]).backward()
+        grads.append(x.grad)
+    assert grads[0].any() and torch.equal(*grads)
+
+
 def says(group, mine, world):
     """`explain`, also of what is not composed, and errors on every rank, after which the group goes on."""
     count = fabric_of(group, DEVICE).nodes.count
@@ -354,6 +369,7 @@ def situations(ranks, device="cpu"):
     """Those for so many ranks on such a device, by name."""
     layouts = [nodes for nodes in ("ab", "aabb", "aabbcc") if len(nodes) <= ranks]
     named = {f"composed_{nodes}": partial(composed, nodes, ALL) for nodes in layouts}
+    named["compiled"] = partial(composed, "ab", (compiled,))
     others = [uneven, groups_come_and_go, groups_of_ranks_in_many_groups]
     if device == "cpu":
         others += [kernels_inside, ranks_that_disagree, a_measurement_beside_gloo]
