@@ -18,8 +18,8 @@ COPYING_RANKS = 64  # that the copy engine's channel has flags for
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
 # prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
-BESIDE = 0.0384  # as SLOWING, of a product by what communicators or the copy engine move; between two H200s
-LAST_SHARE = 0.114  # of a tile, what the last ones wait for their rows; between two H200s
+BESIDE = 0.0241  # as SLOWING, of a product by what communicators or the copy engine move; between two H200s
+LAST_SHARE = 0.101  # of a tile, what the last ones wait for their rows; between two H200s
 OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
 FIRST_US = 8.0  # what passes until the first rows are gone; between two H200s
 WAVE_US = 4.8  # one shot, of each wave behind the first, and of more than one row of tiles; between two H200s
@@ -164,6 +164,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
             first = WAVE_US * again - hardware.launch_us
         return Cost(compute, memory, 0.0, exchange + first + send, hardware.sync_us)
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
+    if not problem.linked:  # communicators are in each other's memory
+        return Cost(compute, memory, send + last, exchange, hardware.sync_us)
     slowing = SLOWING if plan.schedule == "intra_sm" else BESIDE
     delaying = BESIDE if plan.mechanism == "copy_engine" else SLOWING
     exposed = exchange + LAST_SHARE * last

@@ -3,7 +3,7 @@
     T = T_launch + max(T_compute, T_memory, T_communicate) + T_exposed + T_sync
 
 with corrections that measurements ask for: a launch is part of each term that it delays, what runs beside that which
-bounds a kernel slows it by a part of its own time, and a product is faster at first than for long, see `Tiling`.
+bounds a kernel slows it by a part of its own time, and a product is faster at first than for long, see `overlapped`.
 """
 
 from dataclasses import dataclass

@@ -25,9 +25,9 @@ SHOTS = {"none": 0, "one_shot": 1, "intra_sm": 2, "inter_sm": 2}  # how often a 
 OWN_FLAGS = 128  # of a rank's: those that an op may use as it likes
 MOVES = 2  # buffers of a CTA's mover, a part each
 SMALL_TILE = 128 * 128  # elements of an accumulator beside which there are registers for other things
-OWN_SHARE = 0.265  # of a product, behind which an owner's sums come: of its last half, a part; between two H200s
-BACK_US = 8.0  # two shots within a CTA: until what an owner summed last has come back; between two H200s
-COMM_SM_GBS = 27.4  # what a communicator moves that fetches all ranks' tiles itself; measured between two H200s
+OWN_SHARE = 0.239  # of a product, behind which an owner's sums come: of its last half, a part; between two H200s
+BACK_US = 9.0  # two shots within a CTA: until what an owner summed last has come back; between two H200s
+COMM_SM_GBS = 27.9  # what a communicator moves that fetches all ranks' tiles itself; measured between two H200s
 COMM_SMS = (4, 8, 16)  # communicators that the planner considers
 
 

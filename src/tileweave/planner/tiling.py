@@ -24,10 +24,10 @@ LANE_COLS = 8  # elements of 16 bits in a 16-byte access
 IN_FLIGHT = 16  # such accesses that a thread starts before it uses the first,
 LANE_VECTORS = 4  # and how many of them go into sums of their own, which take registers
 SLOWING = 0.2  # of what bounds a kernel by what does not,
-WAITING = 0.0475  # and of device memory by tensor cores; between two H200s
+WAITING = 0.0406  # and of device memory by tensor cores; between two H200s
 # By how much a product is faster at first than when power limits the GPU, and how soon that is, as an exponential. The
 # sweeps were taken in long runs; between two H200s one of 90 us took 13% less than they say, one of 6 ms as long.
-BURST, BURST_US = 0.147, 1310.0
+BURST, BURST_US = 0.137, 1310.0
 Tile = tuple[int, int, int]
 
 
@@ -96,8 +96,7 @@ class Tiling:
     def compute_us(self, tiles: int, k_steps: int, split: int, sms: int) -> float:
         """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand, without exchanges."""
         launch, steps, ends, _ = work_of(tiles, k_steps, split, sms)
-        steady = self.launch_us * launch + self.step_us * steps + self.tile_us * ends
-        return steady * (1 - BURST * math.exp(-steady / BURST_US))
+        return self.launch_us * launch + self.step_us * steps + self.tile_us * ends
 
     def exchange_us(self, tiles: int, split: int, sms: int) -> float:
         """Predicted time of the exchanges of shared tiles, which nothing hides."""
@@ -126,7 +125,8 @@ def operand_bytes(m: int, n: int, k: int, tile: Tile, sms: int, hardware: Hardwa
 
 def overlapped(compute_us: float, memory_us: float) -> float:
     """Time of a product whose operands come from device memory meanwhile, each of which slows the other a little."""
-    return max(compute_us + SLOWING * memory_us, memory_us + WAITING * compute_us)
+    slowed = compute_us + SLOWING * memory_us
+    return max(slowed * (1 - BURST * math.exp(-slowed / BURST_US)), memory_us + WAITING * compute_us)
 
 
 def columns_at_once(sources: int, rows: int, n: int, sms: int, whole_rows: bool = False) -> int:
