@@ -120,6 +120,17 @@ def test_options():
     assert_right(outs, truth / 2 + bias.float(), 2)
 
 
+@pytest.mark.parametrize("dtype", [FP8, FP4])
+def test_operands_of_any_strides_are_copied(dtype):
+    """K not innermost, and every other column."""
+    a, b, scales, truth = operands(1, 128, 136, 256, dtype)
+    bits = [a[0].view(torch.uint8), b[0].view(torch.uint8)]
+    wide = [bits[0].t().contiguous().t().view(dtype)], [bits[1].repeat_interleave(2, 1)[:, ::2].view(dtype)]
+    with tw.virtual_world(1, device="cpu", sms=2) as emulated:
+        assert explained(emulated, *wide, scales).fused
+        assert_right(run(emulated, *wide, scales), truth, 1)
+
+
 @pytest.mark.parametrize("dtype, k, says", [(FP8, 160, "K = 160 is no multiple of 128"), (FP4, 96, "K = 96 is no mul")])
 def test_what_no_kernel_serves_is_dequantized(dtype, k, says):
     a, b, scales, truth = operands(2, 2 * 24, 40, k, dtype)

@@ -116,6 +116,7 @@ def fused(
     """Launch the kernel on the current stream. Returns the result, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
     inner_last = call.dtype not in DTYPES  # the tensor cores take these with the inner dimension in one piece
+    a, b = as_bytes(a), as_bytes(b)  # torch copies no float4
     own_a, own_b = as_operand(a, inner_last), as_operand(b.t(), inner_last).t() if inner_last else as_operand(b)
     own_bias = in_one_piece(bias)
     own_scales = None if scales is None else (in_one_piece(scales[0]), in_one_piece(scales[1]))
