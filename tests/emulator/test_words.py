@@ -129,3 +129,16 @@ def test_small_values_over_sums_in_tensor_memory():
     with pytest.raises(ProtocolError, match="read before anything has written it"):
         launch(0, semantics.halves_of_sums, out, 0)
     assert bool((out.view(torch.bfloat16) == 1.0).all())
+
+
+@pytest.mark.parametrize(
+    "a, b, said",
+    [
+        ("bfloat16", "bfloat16", "of bf16 and bf16: fp8e4nv or uint8 are legal"),
+        ("float8e4nv", "uint8", "of fp8e4nv and uint8: fp8e4nv or uint8 are legal"),
+        ("uint8", "uint8", r"a_scales \[128, 4\] of uint8"),
+    ],
+)
+def test_operands_that_have_no_scales(a, b, said):
+    with pytest.raises(ProtocolError, match=said):
+        launch(0, semantics.scaled_products, getattr(lang, a), getattr(lang, b))

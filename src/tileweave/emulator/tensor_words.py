@@ -236,6 +236,10 @@ def tcgen05_mma_scaled(a, b, acc, a_scales, b_scales, *, use_acc=True, mbarriers
     """The same of operands with scales, [M, S] and [N, S] in tensor memory."""
     (m, n), place = acc.shape, Place(getcurrent(), "tcgen05.mma")
     kinds = {lang.float8e4nv: (lang.uint8, 32), lang.uint8: (lang.float8e4nv, 16)}
+    if a.dtype not in kinds or b.dtype is not a.dtype:
+        raise ProtocolError(
+            f"products with scales of {a.dtype} and {b.dtype}: {' or '.join(map(str, kinds))} are legal: {place}"
+        )
     packed = 2 if a.dtype is lang.uint8 else 1
     scales, block = kinds[a.dtype]
     for name, each, rows in (("a_scales", a_scales, m), ("b_scales", b_scales, n)):

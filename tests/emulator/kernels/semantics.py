@@ -178,3 +178,14 @@ def halves_of_sums(out, HALF: gl.constexpr):
     rows = gl.arange(0, 128, gl.SliceLayout(1, PART))[:, None] * 32
     gl.store(out + rows + gl.arange(0, 32, gl.SliceLayout(0, PART))[None, :], part)
     gl.tcgen05_load(small.slice(32 if HALF == 1 else 64, 64), L)
+
+
+@gl.jit
+def scaled_products(A: gl.constexpr, B: gl.constexpr):
+    """A product with scales of operands of two dtypes."""
+    L: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
+    a = gl.allocate_shared_memory(A, [128, 128], L)
+    b = gl.allocate_shared_memory(B, [128, 128], L).permute((1, 0))
+    acc = gl.allocate_tensor_memory(gl.float32, [128, 128], gl.TensorMemoryLayout([128, 128], 1))
+    scales = gl.allocate_tensor_memory(gl.uint8, [128, 4], gl.TensorMemoryScalesLayout())
+    gl.tcgen05_mma_scaled(a, b, acc, scales, scales, use_acc=False)
