@@ -124,9 +124,9 @@ def moe_matmul_combine(
         h: `[R, I]`, bfloat16 or float16: a row for each row of the dispatch. Rows behind the last are not looked at.
         w: `[E_local, I, H]`, dtype and device of h, this rank's experts, as `grouped_matmul` takes them.
         route, group: as in `moe_combine`.
-        plan: a `Plan` to use instead of the planner's: tile and stages, which may differ between ranks, and schedule.
-            "intra_sm", the planner's, sends each row by itself; "inter_sm" has communicator SMs that sum a token's rows
-            at a rank first, and sends one.
+        plan: a `Plan` to use instead of the planner's: tile and stages, which may differ between ranks, and schedule,
+            which may not. "intra_sm", the planner's, sends each row by itself; "inter_sm" has `comm_sms` SMs that sum a
+            token's rows at a rank first, and sends one.
 
     Returns:
         `[T, H]` of h's dtype, on the current stream: `moe_combine(grouped_matmul(h, w, route.offsets), route)`,
