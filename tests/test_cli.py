@@ -69,6 +69,7 @@ ENVIRONMENTS = pytest.mark.parametrize(
         ({"TILEWEAVE_DEBUG": "yes"}, "TILEWEAVE_DEBUG: expected 0 or 1, got 'yes'"),
         ({"TILEWEAVE_TIMEOUT": "soon"}, "TILEWEAVE_TIMEOUT: expected a number of seconds above 0"),
         ({"TILEWEAVE_WORKSPACE": "2G"}, "TILEWEAVE_WORKSPACE: expected a number of bytes from 1 up"),
+        ({"TILEWEAVE_EXPERIMENTAL": "sm10"}, "TILEWEAVE_EXPERIMENTAL: expected sm100, or nothing, got 'sm10'"),
         ({"RANK": "x", "WORLD_SIZE": "2", **HERE}, "RANK: expected a whole number from 0 to 1, got 'x'"),
         ({"RANK": "2", "WORLD_SIZE": "2", **HERE}, "RANK: expected a whole number from 0 to 1, got '2'"),
         ({"RANK": "0", "WORLD_SIZE": "two", **HERE}, "WORLD_SIZE: expected a whole number from 1 up, got 'two'"),
@@ -288,6 +289,20 @@ class TestBadUsage:
         captured = capsys.readouterr()
         told = json.loads(captured.out)["error"] if as_json else captured.err
         assert message in told and "Traceback" not in captured.err
+
+    @pytest.mark.parametrize("variable", ["TIMEOUT", "WORKSPACE", "EXPERIMENTAL"])
+    def test_a_doctor_sees_that_too(self, variable, monkeypatch, capsys):
+        monkeypatch.setenv(f"TILEWEAVE_{variable}", "x")
+        assert main(["doctor"]) == 2
+        assert f"tileweave: TILEWEAVE_{variable}: expected" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("command", ["run", "check", "trace"])
+    def test_a_bound_of_the_workspace_is_no_fault(self, command, monkeypatch, capsys):
+        monkeypatch.setenv("TILEWEAVE_WORKSPACE", "10")
+        assert main([command, "all_gather", "--ranks", "2"]) == 2
+        told = capsys.readouterr().err
+        assert "Traceback" not in told and told.splitlines()[-1].startswith("tileweave: collectives: its workspace")
+        assert "and TILEWEAVE_WORKSPACE allows 10: a bound of at least" in told
 
     def test_what_a_container_may_use_counts(self, monkeypatch, capsys):
         monkeypatch.setattr(job, "memory_bytes", lambda cuda: 1 << 20)

@@ -34,6 +34,12 @@ def broken():
     raise KeyError("no such thing")
 
 
+def gives_up():
+    """A test that would end the process, as a success."""
+    print("so much for that")
+    raise SystemExit(0)
+
+
 def out_of_order():
     """Wrong in some schedules only: it relies on rank 0 being first."""
     came = []

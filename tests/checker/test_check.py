@@ -218,6 +218,19 @@ def test_targets_that_are_no_functions(target):
         FunctionCase(target).function()
 
 
+@pytest.mark.parametrize("target", ["tests/checker/kernels.py:broken", "kernels.py:broken", "./kernels:broken"])
+def test_a_file_is_no_module(target):
+    with pytest.raises(TypeError, match="as `import` has it, such as kernels:broken"):
+        FunctionCase(target).function()
+
+
+def test_a_test_that_exits_is_a_finding_and_what_it_prints_is_not_in_the_json(capsys):
+    code, shown = run(capsys, f"{HERE}:gives_up", "--schedules", "1", "--processes", "1", "--json")
+    finding = json.loads(shown.out)["finding"]
+    assert code == 1 and finding["kind"] == "error" and "SystemExit: 0" in finding["text"]
+    assert "so much for that" in shown.err
+
+
 def run(capsys, *arguments):
     code = main(["check", *arguments])
     return code, capsys.readouterr()

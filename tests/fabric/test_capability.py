@@ -53,7 +53,7 @@ def test_blackwell_is_refused_unless_the_environment_says_to_try_it(gpu, monkeyp
     monkeypatch.setenv("TILEWEAVE_EXPERIMENTAL", said)
     assert cuda_refusal("cuda:0") == (
         "NVIDIA B200 is sm_100, not sm_90 (Hopper); TILEWEAVE_EXPERIMENTAL=sm100 tries kernels that have never run on "
-        "such a GPU"
+        "such a GPU" + (f" ({said!r}, as it is, means nothing)" if said else "")
     )
     monkeypatch.setenv("TILEWEAVE_EXPERIMENTAL", "sm100")
     assert cuda_refusal("cuda:0") is None and tensor_cores(torch.device("cuda:0")) == ("tcgen05",)

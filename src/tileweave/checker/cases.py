@@ -58,6 +58,9 @@ class FunctionCase:
         module, colon, attribute = self.target.partition(":")
         if not (module and colon and attribute):
             raise TypeError(f"expected module:function, got {self.target!r}")
+        if module.endswith(".py") or os.sep in module or module.startswith("."):
+            name = os.path.basename(module).removesuffix(".py")
+            raise TypeError(f"expected a module as `import` has it, such as {name}:{attribute}, got {self.target!r}")
         if self.path and self.path not in sys.path:
             sys.path.insert(0, self.path)
         try:

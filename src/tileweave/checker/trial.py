@@ -34,6 +34,7 @@ from tileweave.emulator.coverage import Coverage
 from tileweave.emulator.exhaustive import Exploration
 from tileweave.emulator.search import Choice, PriorityOrder, RandomOrder, Recorded, Replay, Strategy, Turns, choosing
 from tileweave.emulator.shrink import Shrunk, shrink
+from tileweave.fabric.bound import WorkspaceExceeded
 
 _LANDING = ("TMA store", "TMA reduce-add", "copy-engine copy")
 SCENARIOS: dict[str, Callable[[int], list[tuple]]] = {
@@ -189,7 +190,9 @@ def _run(case: Case, seed: int, choice: Choice, way: str = "") -> Finding | None
         except AssertionError as error:
             text = str(error) or "".join(traceback.format_tb(error.__traceback__)[-1:]).strip()
             return Finding("wrong result", text)
-        except Exception as error:  # of the case's own code: a schedule is no excuse for it
+        except WorkspaceExceeded:  # the user's own bound, in any schedule
+            raise
+        except (Exception, SystemExit) as error:  # of the case's own code: a schedule is no excuse for it
             return Finding("error", "".join(traceback.format_exception(error)[-3:]).strip())
 
 

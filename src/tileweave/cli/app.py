@@ -20,12 +20,13 @@ from tileweave import FabricTimeout, __version__
 from tileweave.cli import benching, planning, probing, show, tracing
 from tileweave.cli import check as checking
 from tileweave.cli import doctor as machine
-from tileweave.cli.environment import check_environment, launched_by_torchrun, out_of_memory, speaks
+from tileweave.cli.environment import check_environment, check_settings, launched_by_torchrun, out_of_memory, speaks
 from tileweave.cli.job import choose_ranks, needs_processes, run_job, start_processes
 from tileweave.cli.ops import OPS
 from tileweave.cli.output import LostOutput, Output
 from tileweave.cli.problem import DEVICES, BadUsage, make_problem
 from tileweave.emulator import EmulatorError
+from tileweave.fabric.bound import WorkspaceExceeded
 
 WRONG, BAD_USAGE, FAULT, INTERRUPTED, CUT_OFF = 1, 2, 3, 130, 141
 
@@ -114,9 +115,10 @@ def check(
     small case on purpose.
     """
     check_environment()
-    report = checking.run_check(
-        None if as_json else _console(), op, ranks, shape, schedules, seed, seconds, processes, exhaustive
-    )
+    console = None if as_json else _console()
+    # What a test of one's own prints does not belong into the object that standard output is to be.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        report = checking.run_check(console, op, ranks, shape, schedules, seed, seconds, processes, exhaustive)
     if as_json:
         _print_json(report.to_dict())
     if report.ok and (report.stuck or (report.too_small and not report.complete)):
@@ -227,6 +229,7 @@ def trace(
 @app.command()
 def doctor(as_json: Json = False) -> int:
     """Say what this machine can do, what it cannot and why, and what to install."""
+    check_settings()
     facts = machine.examine()
     if as_json:
         _print_json(facts)
@@ -272,6 +275,8 @@ def _run(arguments: list[str]) -> int:
         return _fail(arguments, error.format_message(), BAD_USAGE)
     except typer.Abort:
         return _fail(arguments, "interrupted", INTERRUPTED)
+    except WorkspaceExceeded as error:
+        return _fail(arguments, str(error), BAD_USAGE)
     except (EmulatorError, FabricTimeout) as error:  # findings, which say all
         return _fail(arguments, f"{type(error).__name__}: {error}", WRONG)
     except LostOutput:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from tileweave.cli.problem import BadUsage
 from tileweave.fabric.base import debug_mode
 from tileweave.fabric.bound import workspace_bound
+from tileweave.fabric.capability import check_experimental
 from tileweave.fabric.processes import timeout_seconds
 
 
@@ -33,14 +34,20 @@ def speaks() -> bool:
     return not (dist.is_torchelastic_launched() and rank.isdecimal() and int(rank) > 0)
 
 
-def check_environment() -> None:
-    """Raise BadUsage for a variable whose value makes no sense, naming it and what would."""
+def check_settings() -> None:
+    """Raise BadUsage for a variable of tileweave's whose value makes no sense, naming it and what would."""
     try:
         debug_mode()
         timeout_seconds()
         workspace_bound()
+        check_experimental()
     except ValueError as error:
         raise BadUsage(str(error)) from error
+
+
+def check_environment() -> None:
+    """`check_settings`, and the same for those of torchrun."""
+    check_settings()
     if launched_by_torchrun():
         _number("RANK", 0, _number("WORLD_SIZE", 1) - 1)
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]

@@ -36,12 +36,21 @@ def cuda_refusal(device: torch.device | str) -> str | None:
 def refusal_of(name: str, capability: tuple[int, int]) -> str | None:
     """Why there are no kernels for a GPU of this name and capability; None if there are, and, for BLACKWELL, they are
     to be tried."""
-    tried = os.environ.get(EXPERIMENTAL, "").strip() == TRIED
+    asked = os.environ.get(EXPERIMENTAL, "").strip()
+    tried = asked == TRIED
     if capability in CORES and (capability != BLACKWELL or tried):
         return None
     refusal = f"{name} is sm_{capability[0]}{capability[1]}, not sm_90 (Hopper)"
     untried = f"; {EXPERIMENTAL}={TRIED} tries kernels that have never run on such a GPU"
+    untried += f" ({asked!r}, as it is, means nothing)" if asked else ""
     return refusal + untried if capability == BLACKWELL else refusal
+
+
+def check_experimental() -> None:
+    """ValueError if TILEWEAVE_EXPERIMENTAL has a value that means nothing."""
+    asked = os.environ.get(EXPERIMENTAL, "").strip()
+    if asked not in ("", TRIED):
+        raise ValueError(f"{EXPERIMENTAL}: expected {TRIED}, or nothing, got {asked!r}")
 
 
 def multicast_forbidden() -> str | None:
