@@ -44,7 +44,26 @@ ALL_GATHER = {
     ),
     "float8 operands, largest tile": dict(dtype="float8_e4m3fn", tile=(128, 256, 128), stages=3, b_t=True),
 }
-OPS = {"matmul_reduce_scatter": REDUCE_SCATTER, "matmul_all_reduce": ALL_REDUCE, "all_gather_matmul": ALL_GATHER}
+GROUPED = {
+    "largest tile, planned": dict(
+        dtype="bfloat16", rows=32768, experts=32, k=7168, n=2048, transposed=False, tile=None, stages=0
+    ),
+    "smallest tile, fp16, w transposed": dict(
+        dtype="float16", rows=100, experts=512, k=256, n=256, transposed=True, tile=(128, 64, 64), stages=6
+    ),
+}
+DISPATCH = {
+    "gated, largest tile": dict(gated=True, silu=False, transposed=False, tiling=((128, 256, 64), 3)),
+    "gated, w transposed": dict(gated=True, silu=False, transposed=True, tiling=((128, 128, 64), 4)),
+}
+COMBINE = {
+    "largest tile": dict(weighted=True, transposed=False, tiling=((128, 256, 64), 3)),
+    "sums, w transposed": dict(weighted=True, transposed=True, tiling=((128, 128, 64), 4, 16)),
+}
+OPS = {
+    "matmul_reduce_scatter": REDUCE_SCATTER, "matmul_all_reduce": ALL_REDUCE, "all_gather_matmul": ALL_GATHER,
+    "grouped_matmul": GROUPED, "moe_dispatch_matmul": DISPATCH, "moe_matmul_combine": COMBINE,
+}  # fmt: skip
 ATTENTION = {
     "causal, log-sum-exp, grouped heads": dict(dim=128, causal=True, return_lse=True, kv_heads=2),
     "heads of 64, fp16, bshd": dict(dim=64, dtype="float16", layout="bshd"),
@@ -66,7 +85,9 @@ def report(name: str) -> dict | list[dict]:
     from tests.ops.all_gather_matmul.compiling import compiled as gather
     from tests.ops.attention.compiling import compiled as attention
     from tests.ops.compiling_collectives import report as collectives
+    from tests.ops.grouped_matmul.compiling import reports as grouped
     from tests.ops.matmul_all_reduce.compiling import compiled as reduce
+    from tests.ops.moe.compiling import combine_report, dispatch_report
     from tests.ops.sequence.compiling import compiled as sequence
 
     op, variant = name.split(": ")
@@ -81,4 +102,9 @@ def report(name: str) -> dict | list[dict]:
         fields = {key: options.pop(key) for key in PLANS if key in options}
         plan = Plan(core="tcgen05", **fields) if fields else None
         return compiling.reduce_scatter(plan=plan, core="tcgen05", **options)
+    if op == "grouped_matmul":
+        return grouped(core="tcgen05", **options)[-1]
+    if op in ("moe_dispatch_matmul", "moe_matmul_combine"):
+        made = dispatch_report if op == "moe_dispatch_matmul" else combine_report
+        return made("bfloat16", 8, core="tcgen05", **options)
     return {"matmul_all_reduce": reduce, "all_gather_matmul": gather}[op](core="tcgen05", **options)

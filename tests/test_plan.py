@@ -54,11 +54,18 @@ def test_on_blackwell_it_tells_what_there_is_and_what_there_would_be(op, gpu, mo
 
 
 @pytest.mark.parametrize("op", ["grouped_matmul", "moe_dispatch_matmul", "moe_matmul_combine"])
-def test_what_has_no_kernel_for_blackwell_falls_back_either_way(op, monkeypatch):
+def test_on_blackwell_experts_ops_have_plans_of_tcgen05(op, monkeypatch):
+    """With many experts too, of which others have tiles of 64 rows."""
     monkeypatch.delenv("TILEWEAVE_EXPERIMENTAL", raising=False)
-    decision = plan(op, {}, gpu="b200")
-    assert decision.verdict == decision.untried.verdict == "fallback"
-    assert decision.untried.reason.startswith("the kernel multiplies by wgmma, this GPU by tcgen05: ")
+    hardware = profile("b200")
+    for shape in ({}, {"experts": 512}):
+        decision = plan(op, shape, gpu="b200")
+        assert decision.verdict == "fallback" and decision.untried.fused
+        would = decision.untried
+        every = [each for each in (would.plan, would.runner_up, *would.rejected) if each.mechanism != "nccl"]
+        assert every and all(each.core == "tcgen05" and each.tile[0] == CORE_ROWS for each in every)
+        assert all(ring_bytes(each.tile, each.stages, "tcgen05") < hardware.shared_bytes for each in every)
+        assert "no kernel has run on a GPU of compute capability 10.0" in would.unmeasured
 
 
 def test_a_gpu_that_no_kernel_runs_on(tmp_path, monkeypatch):

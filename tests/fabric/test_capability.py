@@ -9,8 +9,11 @@ from tileweave.fabric.capability import tensor_cores
 from tileweave.fabric.processes import Facts, ProcessFabric
 from tileweave.ops.all_gather_matmul import check as gather
 from tileweave.ops.contract import Like, Site, coreless, out_of_reach
+from tileweave.ops.grouped_matmul import check as grouped
 from tileweave.ops.matmul_all_reduce import check as reduce
 from tileweave.ops.matmul_reduce_scatter import check as scatter
+from tileweave.ops.moe import check as moe
+from tileweave.ops.moe.routing import Experts
 from tileweave.ops.ring_attention import check as ring
 from tileweave.ops.ulysses_attention import check as ulysses
 from tileweave.planner.tiling import CORES
@@ -75,6 +78,7 @@ def routes(cores):
     gpu = torch.device("cuda", 0)
     a, b = (Like(torch.Size((512, 512)), torch.bfloat16, gpu) for _ in range(2))
     q = Like(torch.Size((1, 8, 512, 128)), torch.bfloat16, gpu)
+    w = Like(torch.Size((8, 512, 512)), torch.bfloat16, gpu)
     return {
         "matmul_reduce_scatter": scatter.settle(site(cores), a, b, "sum", None, False, None, None, 0)[1],
         "matmul_all_reduce": reduce.settle(site(cores), a, b, None, None, None, reduce.Options(False, 1e-6, 0), None)[
@@ -83,6 +87,10 @@ def routes(cores):
         "all_gather_matmul": gather.settle(site(cores), a, (b,), (), False, None, 0)[1],
         "ring_attention": ring.settle(site(cores), q, q, q, None, True, None, "bhsd", "contiguous", None)[1],
         "ulysses_attention": ulysses.settle(site(cores), q, q, q, None, True, None, "bhsd", None)[1],
+        "grouped_matmul": grouped.choose(site(cores), grouped.Call(torch.bfloat16, 512, 8, 512, 512), gpu, None),
+        "moe_dispatch_matmul": moe.choose(site(cores), w, False, Experts(32, 4), None, None),
+        "gated moe_dispatch_matmul": moe.choose(site(cores), w, True, Experts(32, 4), None, None),
+        "moe_matmul_combine": moe.choose_combine(site(cores), 512, w, None),
     }
 
 
@@ -103,7 +111,9 @@ def test_what_only_hopper_multiplies_falls_back():
     assert coreless(("wgmma",), ("tcgen05",)) == "the kernel multiplies by wgmma, this GPU by tcgen05"
     assert coreless((), ("tcgen05",)) is None and coreless(("wgmma", "tcgen05"), ("tcgen05",)) is None
     gpu = torch.device("cuda", 0)
-    assert out_of_reach(site(("tcgen05",)), gpu) == "the kernel multiplies by wgmma, this GPU by tcgen05"
+    assert (
+        out_of_reach(site(("tcgen05",)), gpu, cores=("wgmma",)) == "the kernel multiplies by wgmma, this GPU by tcgen05"
+    )
     assert out_of_reach(site(("tcgen05",)), gpu, cores=()) is None
 
 

@@ -11,7 +11,13 @@ KERNEL, MATMUL, CHANNEL = "ops/matmul_reduce_scatter/kernel.py", "tiles/matmul.p
 PHASES, MOVER, COMMUNICATOR = (f"tiles/{name}.py" for name in ("phases", "mover", "communicator"))
 REDUCER, SUMS = "tiles/reducer.py", "tiles/sums.py"
 TCGEN05, BLOCK_SCALES = "tiles/matmul_tcgen05.py", "tiles/block_scales.py"
+GROUPED = "tiles/grouped.py"
 ATTENTION, ATTENTION_TCGEN05 = "tiles/attention.py", "tiles/attention_tcgen05.py"
+# Where an op has its kernel and its launch, if not under its name.
+APART = {
+    "moe_dispatch_matmul": ("ops/moe/kernel.py", "tileweave.ops.moe.launch"),
+    "moe_matmul_combine": ("ops/moe/combine_kernel.py", "tileweave.ops.moe.combine_launch"),
+}
 TEMPLATE = ("tiles/units.py", "tiles/matmul_wgmma.py", MATMUL)  # what an edit of MATMUL may be in
 
 
@@ -22,6 +28,7 @@ def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", tem
     `folder`: where the edited copies are written; `template`: the tile file that the kernel is made of.
     """
     modules = {}
+    kernel_file, launch = APART.get(op, (f"ops/{op}/kernel.py", f"tileweave.ops.{op}.launch"))
     files = (file,) if isinstance(file, str) else file
     if MATMUL in files:
         files = [*TEMPLATE[:-1], *files]
@@ -31,13 +38,14 @@ def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", tem
         BLOCK_SCALES,
         TCGEN05,
         template,
+        *((GROUPED,) if template == MATMUL else ()),
         *((ATTENTION_TCGEN05, "tiles/attention_roles.py") if template == ATTENTION else ()),
         COMMUNICATOR,
         PHASES,
         MOVER,
         REDUCER,
         SUMS,
-        f"ops/{op}/kernel.py",
+        kernel_file,
     )
     texts = {path: (SOURCES / path).read_text() for path in paths}
     for old, new in edits:
@@ -54,5 +62,5 @@ def put_edited(file, edits, monkeypatch, folder, op="matmul_reduce_scatter", tem
         monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
         spec.loader.exec_module(sys.modules[name])
         modules[path.removesuffix(".py").replace("/", ".")] = name
-    kernel = getattr(sys.modules[modules[f"ops.{op}.kernel"]], f"{op}_kernel")
-    monkeypatch.setattr(f"tileweave.ops.{op}.launch.{op}_kernel", kernel)
+    kernel = getattr(sys.modules[modules[kernel_file.removesuffix(".py").replace("/", ".")]], f"{op}_kernel")
+    monkeypatch.setattr(f"{launch}.{op}_kernel", kernel)

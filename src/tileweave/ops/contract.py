@@ -13,6 +13,7 @@ import torch
 from tileweave.fabric import MAX_RANKS, Fabric
 from tileweave.planner import H200, Plan
 from tileweave.planner.plan import AGREED
+from tileweave.planner.tiling import CORES
 from tileweave.planner.tuned import Tuned
 
 DTYPES = (torch.bfloat16, torch.float16)  # of operands of a fused matmul
@@ -154,7 +155,7 @@ class Site(NamedTuple):
         return min(sms, max_sms) if max_sms else sms
 
 
-def out_of_reach(site: Site, device: torch.device, name: str = "a", cores: tuple[str, ...] = ("wgmma",)) -> str | None:
+def out_of_reach(site: Site, device: torch.device, name: str = "a", cores: tuple[str, ...] = CORES) -> str | None:
     """Why no kernel of a world can serve the operand `name`, which is on `device`; None if one can. cores: those that
     the op has kernels for; () if these do not multiply."""
     if site.refusal:

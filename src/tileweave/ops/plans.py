@@ -28,7 +28,7 @@ from tileweave.planner.cost import Cost
 from tileweave.planner.decision import Candidate, Found, best_of_ways, plain_candidate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SLOTS, Plan
-from tileweave.planner.tiling import BY_OPERAND_BYTES, TILINGS, Tiling
+from tileweave.planner.tiling import BY_OPERAND_BYTES, Tiling, tilings_of
 
 Sizes = dict[str, int]
 ENDLESS = 1 << 62  # bytes of memory, more than any plan needs
@@ -242,13 +242,14 @@ def _combine(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     route = moe_check.choose_combine(site, rows, w, None, hardware)
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
-    problem = moe.GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0))
+    problem = moe.GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0), site.cores)
 
     def cost(tiling: Tiling) -> Cost:
         return moe.combine_cost(problem, tiling.on(hardware), site.world, tokens, hardware)
 
     every = _by_tiles(route.plan, cost, SLOTS * 2 * rows * s["hidden"])
-    tiling = next(each for each in TILINGS if each.tile == route.plan.tile).on(hardware)
+    tilings = tilings_of(2, route.plan.core)
+    tiling = next(each for each in tilings if each.tile == route.plan.tile).on(hardware)
     plain = moe.plain_combine(problem, tiling, site.world, hardware) if site.nccl else None
     other = plain_candidate(plain, taken=False) if plain else None
     return Found(route.verdict, route.reason, every[0], every[1:], other, 2.0 * rows * s["hidden"])
@@ -261,7 +262,7 @@ def _grouped(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     route = grouped_check.choose(site, call, site.device, None, hardware)
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
-    problem = moe.GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0))
+    problem = moe.GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0), site.cores)
     every = _by_tiles(route.plan, lambda tiling: moe.cost_of(problem, tiling.on(hardware), hardware), 0)
     return Found(route.verdict, route.reason, every[0], every[1:], None, 0.0)
 
@@ -269,7 +270,7 @@ def _grouped(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
 def _by_tiles(plan: Plan, cost: Callable[[Tiling], Cost], workspace: int) -> list[Candidate]:
     """The plan, then the same with each other configuration of tiles; all of them have so many bytes of workspace."""
     found = []
-    for tiling in TILINGS:
+    for tiling in tilings_of(2, plan.core):
         of = cost(tiling)
         other = replace(plan, tile=tiling.tile, stages=tiling.stages, predicted_us=round(of.total_us, 1))
         found.append(Candidate(other, of, workspace))
@@ -357,14 +358,15 @@ def _first_tiles(found: Found) -> list[Plan]:
 
 
 def _grouped_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
-    return moe.GroupedProblem(s["rows"], s["experts"], s["inner"], s["hidden"], site.usable(0)), _first_tiles(found)
+    problem = moe.GroupedProblem(s["rows"], s["experts"], s["inner"], s["hidden"], site.usable(0), site.cores)
+    return problem, _first_tiles(found)
 
 
 def _combine_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
     """Other tiles of one schedule, as ranks have other numbers of rows, but go one way. For any number of them."""
-    return moe.GroupedProblem(0, s["experts"] // site.world, s["hidden"], s["inner"], site.usable(0)), _first_tiles(
-        found
-    )
+    own = s["experts"] // site.world
+    problem = moe.GroupedProblem(0, own, s["hidden"], s["inner"], site.usable(0), site.cores)
+    return problem, _first_tiles(found)
 
 
 def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
@@ -376,7 +378,8 @@ def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found)
         return problem, []
     taken, plans = found.chosen.plan, []
     tokens, rows = s["tokens"] // site.world, s["tokens"] // site.world * s["topk"]
-    for comm_sms, tiling in product((taken.comm_sms, taken.comm_sms // 2, 2 * taken.comm_sms), TILINGS):
+    tried = taken.comm_sms, taken.comm_sms // 2, 2 * taken.comm_sms
+    for comm_sms, tiling in product(tried, tilings_of(2, taken.core)):
         plan = replace(taken, tile=tiling.tile, stages=tiling.stages, comm_sms=comm_sms)
         if not moe.unsupported_dispatch(problem, plan) and rows <= moe_check.most_rows(problem, plan):
             us = moe.dispatch_cost(problem, plan, tokens, s["topk"]).total_us

@@ -8,7 +8,7 @@ from tileweave.planner import plan as core
 from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
-from tileweave.planner.tiling import SM_FETCH_GBS, TILINGS, Tile, Tiling, part_rows
+from tileweave.planner.tiling import SM_FETCH_GBS, Tile, Tiling, part_rows, tilings_of
 
 FLAGS = 448  # of a rank
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
@@ -18,13 +18,15 @@ SKEWED = 64, 512, (64, 256, 64)  # of more experts, with so many rows each on av
 
 @dataclass(frozen=True)
 class GroupedProblem:
-    """One grouped matmul: `rows` of all experts together, [k, n] each expert's matrix, 16-bit; sms: SMs it may use."""
+    """One grouped matmul: `rows` of all experts together, [k, n] each expert's matrix, 16-bit; sms: SMs it may use;
+    cores: instructions of these SMs' tensor cores."""
 
     rows: int
     experts: int
     n: int
     k: int
     sms: int
+    cores: tuple[str, ...] = ("wgmma",)
 
 
 def most_row_tiles(rows: int, experts: int, tile: Tile) -> int:
@@ -40,13 +42,13 @@ def unsupported(problem: GroupedProblem, plan: Plan, hardware: Hardware = H200) 
         )
     if plan.split != 1 or plan.comm_sms != 0:
         return f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: grouped_matmul has 1 and 0"
-    return core.untileable(plan, 2, hardware)
+    return core.untileable(plan, 2, hardware, cores=problem.cores)
 
 
 def cost_of(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) -> Cost:
     """What a call takes, if experts have as many rows each but for chance: the last rows of an expert are half a
     multiplier's, on average, and a multiplier without rows takes no time."""
-    part = part_rows(tiling.tile)
+    part = part_rows(tiling.tile, problem.cores[0])
     row_tiles = (problem.rows / part + min(problem.experts, problem.rows) / 2) * part / tiling.tile[0]
     tiles = math.ceil(row_tiles * math.ceil(problem.n / tiling.tile[1]))
     compute = tiling.compute_us(tiles, max(math.ceil(problem.k / tiling.tile[2]), 1), 1, problem.sms)
@@ -58,9 +60,10 @@ def cost_of(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) 
 
 def candidates(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
     """All plans of the table, each with its predicted microseconds, the fastest first."""
+    of = problem.cores[0]
     found = [
-        (cost_of(problem, tiling, hardware).total_us, Plan(tile=tiling.tile, stages=tiling.stages))
-        for tiling in TILINGS
+        (cost_of(problem, tiling, hardware).total_us, Plan(tile=tiling.tile, stages=tiling.stages, core=of))
+        for tiling in tilings_of(2, of)
     ]
     return sorted(found, key=lambda each: each[0])
 
@@ -79,7 +82,8 @@ def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
     cost, plan = cheapest(problem, hardware)
     experts, rows, tile = SKEWED
     if problem.experts > experts and problem.rows >= rows * problem.experts:
-        cost, plan = next(each for each in candidates(problem, hardware) if each[1].tile == tile)
+        found = (each for each in candidates(problem, hardware) if each[1].tile == tile)
+        cost, plan = next(found, (cost, plan))  # tcgen05 has no such tile
     reason = (
         f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs are the cheapest for {problem.experts} experts "
         f"of {problem.rows / problem.experts:.0f} rows on average"
@@ -90,7 +94,8 @@ def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
 @dataclass(frozen=True)
 class DispatchProblem:
     """One dispatch + grouped matmul as every rank sees it: `experts` of the rank with most, [k, n] each of the
-    `products` matrices of an expert, 16-bit, a second one for a gate; sms: SMs the kernel may use on this rank."""
+    `products` matrices of an expert, 16-bit, a second one for a gate; sms: SMs the kernel may use on this rank;
+    cores: instructions of their tensor cores."""
 
     world: int
     experts: int
@@ -98,6 +103,7 @@ class DispatchProblem:
     k: int
     sms: int
     products: int = 1
+    cores: tuple[str, ...] = ("wgmma",)
 
     @property
     def columns(self) -> int:
@@ -139,14 +145,14 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
         return f"plan.split={plan.split}: moe_dispatch_matmul has 1"
     if plan.tile[1] < problem.columns:
         return f"plan.tile={plan.tile}: with a gate half of a tile's columns are the gate's, so it has 128 or 256"
-    return core.untileable(plan, 2, hardware)
+    return core.untileable(plan, 2, hardware, cores=problem.cores)
 
 
 def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Plan:
     """The plan for experts of many rows, as training has them: an eighth of the SMs communicate."""
     comm_sms = min(max(problem.sms // 8 // 2 * 2, 2), problem.sms - 1, FLAGS // (problem.world + 1))
     rows = 512 * problem.experts  # of what a rank takes in nothing is known
-    grouped = GroupedProblem(rows, problem.experts, problem.products * problem.n, problem.k, problem.sms - comm_sms)
+    grouped = grouped_of(problem, rows, problem.sms - comm_sms)
     chosen = cheapest(grouped, hardware, problem.columns)[1]
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
@@ -184,9 +190,13 @@ def plain_dispatch(
 
 def grouped_us(problem: DispatchProblem, plan: Plan, rows: int, sms: int, hardware: Hardware) -> float:
     """Of the grouped matmul alone, on `sms` SMs."""
-    grouped = GroupedProblem(rows, problem.experts, problem.products * problem.n, problem.k, sms)
-    tiling = next(each for each in TILINGS if each.tile == plan.tile)
-    return cost_of(grouped, tiling.on(hardware), hardware).total_us
+    tiling = next(each for each in tilings_of(2, plan.core) if each.tile == plan.tile)
+    return cost_of(grouped_of(problem, rows, sms), tiling.on(hardware), hardware).total_us
+
+
+def grouped_of(problem: DispatchProblem, rows: int, sms: int) -> GroupedProblem:
+    """The grouped matmul of so many `rows` by itself, on `sms` SMs."""
+    return GroupedProblem(rows, problem.experts, problem.products * problem.n, problem.k, sms, problem.cores)
 
 
 def sent_tokens(problem: DispatchProblem, tokens: int, topk: int) -> float:
@@ -204,8 +214,9 @@ def uncombinable(world: int, n: int, k: int) -> str | None:
     return None
 
 
-def unsupported_combine(sms: int, plan: Plan, hardware: Hardware = H200) -> str | None:
-    """Why `plan` can run no grouped matmul + combine on so many SMs, naming the legal values; None if it can."""
+def unsupported_combine(sms: int, cores: tuple[str, ...], plan: Plan, hardware: Hardware = H200) -> str | None:
+    """Why `plan` can run no grouped matmul + combine on so many SMs with these `cores`, naming the legal values; None
+    if it can."""
     if plan.mechanism != "register" or plan.schedule not in ("intra_sm", "inter_sm"):
         return (
             f"plan.mechanism={plan.mechanism!r}, plan.schedule={plan.schedule!r}: moe_matmul_combine has 'register' "
@@ -221,7 +232,7 @@ def unsupported_combine(sms: int, plan: Plan, hardware: Hardware = H200) -> str 
             )
     elif plan.split != 1 or plan.comm_sms != 0:
         return f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: moe_matmul_combine has 1 and 0"
-    return core.untileable(plan, 2, hardware)
+    return core.untileable(plan, 2, hardware, cores=cores)
 
 
 def combine_plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:

@@ -27,10 +27,11 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 | flags[rank][FIRST_SHARE + h * grid + cta] = epoch | multiplier h of a CTA that shares a tile, its accumulator is in scratch | multipliers h of those that share it | release / acquire, sys | monotonic; scratch belongs to one launch |
 
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what the loads
-of a tile must wait for), LOAD (where the operands of a K step come from), WITHIN (how many of its K steps a multiplier's
-rows take, where some tiles are not full), AHEAD and SCALE (factors of an accumulator, loaded before its K steps, or,
-TENSOR, of a part), MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a
-part goes, and who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
+of a tile must wait for), LOAD (where the operands of a K step come from), WITHIN (how many of its K steps a
+multiplier's rows take, where some tiles are not full; TENSOR does not ask), AHEAD and SCALE (factors of an
+accumulator, loaded before its K steps, or, TENSOR, of a part, which is a pair where a tile is made of two products),
+MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part goes, and
+who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
 """
 
 from tileweave import lang as gl
@@ -441,9 +442,6 @@ def run_matmul(
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
     elif work.matmul.TENSOR:
-        gl.static_assert(
-            WITHIN == all_steps and work.matmul.ACC == work.matmul.BN, "tcgen05 multiplies whole tiles alone"
-        )
         accumulators = make_accumulators(work.matmul)
         now = this_epoch(work.matmul)
         NOBODY: gl.constexpr = nobody_to_meet

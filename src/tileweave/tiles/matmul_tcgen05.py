@@ -87,8 +87,13 @@ def fetch_role(work, LOCATE: gl.constexpr, MEET: gl.constexpr, LOAD_MORE: gl.con
 
 @gl.jit
 def part_of(mm, parts, j: gl.constexpr, LAYOUT: gl.constexpr):
-    """Part j of an accumulator: of those it has been cut into or, TENSOR, out of tensor memory."""
+    """Part j of an accumulator: of those it has been cut into or, TENSOR, out of tensor memory, and there those of both
+    products that a tile is made of, if ACC has two."""
     if mm.TENSOR:
-        return gl.tcgen05_load(parts.slice(j * mm.WIDTH, mm.WIDTH), LAYOUT)
+        part = gl.tcgen05_load(parts.slice(j * mm.WIDTH, mm.WIDTH), LAYOUT)
+        if mm.ACC == mm.BN:
+            return part
+        else:
+            return part, gl.tcgen05_load(parts.slice(mm.BN + j * mm.WIDTH, mm.WIDTH), LAYOUT)
     else:
         return parts[j]

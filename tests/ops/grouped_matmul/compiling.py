@@ -1,4 +1,5 @@
-"""Compile grouped_matmul's kernels for sm_90a without a GPU, under whichever Triton is on the path.
+"""Compile grouped_matmul's kernels without a GPU, for sm_90a or, by tcgen05, for sm_100a, under
+whichever Triton is on the path.
 
 As tests/compiling.py, whose fabric compiles instead of launching. A report is of two launches: the table, the matmul.
 """
@@ -13,14 +14,15 @@ from tileweave.ops.grouped_matmul.check import check, choose
 from tileweave.ops.grouped_matmul.launch import fused
 
 
-def reports(dtype, rows, experts, k, n, transposed, tile, stages) -> list[dict]:
+def reports(dtype, rows, experts, k, n, transposed, tile, stages, core="wgmma") -> list[dict]:
     """One variant through the op's own launch code."""
-    fabric, dtype = CompilingFabric(1), getattr(torch, dtype)
+    fabric, dtype = CompilingFabric(1, core), getattr(torch, dtype)
     x, w = meta(rows, k, dtype=dtype), meta(experts, k, n, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     offsets = meta(experts, dtype=torch.int32)
     call = check(Like.of(x), Like.of(w), Like.of(offsets))
-    plan = choose(Site.of(fabric), call, fabric.device, Plan(tile=tile, stages=stages) if tile else None).plan
+    plan = Plan(tile=tile, stages=stages, core=core) if tile else None
+    plan = choose(Site.of(fabric), call, fabric.device, plan).plan
     fused(fabric, call, x, w, offsets, plan)
     return fabric.reports
 

@@ -1,4 +1,5 @@
-"""Compile the kernels of expert parallelism for sm_90a without a GPU, under whichever Triton is on the path.
+"""Compile the kernels of expert parallelism without a GPU, for sm_90a or, by tcgen05, for sm_100a, under
+whichever Triton is on the path.
 
 As tests/compiling.py, whose fabric compiles instead of launching.
 """
@@ -23,12 +24,12 @@ def route_of(world, row_weight) -> TokenRoute:
     return TokenRoute(*words[:3], row_weight, *words[3:], totals, 512, 1024, None)
 
 
-def dispatch_report(dtype, world, gated, silu, transposed, tiling) -> dict:
+def dispatch_report(dtype, world, gated, silu, transposed, tiling, core="wgmma") -> dict:
     """One variant of moe_dispatch_matmul through the op's own launch code."""
-    fabric, dtype = CompilingFabric(world), getattr(torch, dtype)
+    fabric, dtype = CompilingFabric(world, core), getattr(torch, dtype)
     x, w = meta(512, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
-    plan = None if tiling is None else Plan("tma", "inter_sm", tiling[0], tiling[1], comm_sms=8)
+    plan = None if tiling is None else Plan("tma", "inter_sm", tiling[0], tiling[1], comm_sms=8, core=core)
     plan = choose(Site.of(fabric), Like.of(w), gated, Experts(16 * world, world), 1024, plan).plan
     r, experts = route_of(world, None), Experts(16 * world, world)
     lists = Lists(*(meta(*shape, dtype=torch.int32) for shape in ((1024,), (2, world + 1, 512), (world, 17))))
@@ -37,15 +38,15 @@ def dispatch_report(dtype, world, gated, silu, transposed, tiling) -> dict:
     return fabric.reports[-1]
 
 
-def combine_report(dtype, world, weighted, transposed, tiling) -> dict:
+def combine_report(dtype, world, weighted, transposed, tiling, core="wgmma") -> dict:
     """A variant of moe_matmul_combine."""
-    fabric, dtype = CompilingFabric(world), getattr(torch, dtype)
+    fabric, dtype = CompilingFabric(world, core), getattr(torch, dtype)
     h, w = meta(1024, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
     plan = None
     if tiling is not None:
         tile, stages, *more = tiling
-        plan = Plan("register", "inter_sm" if more else "intra_sm", tile, stages, 1, *more)
+        plan = Plan("register", "inter_sm" if more else "intra_sm", tile, stages, 1, *more, core=core)
     plan = choose_combine(Site.of(fabric), h.shape[0], Like.of(w), plan).plan
     r = route_of(world, meta(1024, dtype=torch.float32) if weighted else None)
     lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes

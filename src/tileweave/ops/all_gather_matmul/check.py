@@ -26,7 +26,6 @@ from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import all_gather_matmul as planner
 from tileweave.planner.all_gather_matmul import Problem, unsupported
-from tileweave.planner.tiling import CORES
 
 NAME = "all_gather_matmul"
 WAY = "the group's all-gather, then torch.matmul"  # without a kernel
@@ -151,7 +150,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     if site.inside is not None and not call.local:
         inside, cut = choose(site.inside, call, device, plan, hardware), rows_over_nodes(call, site.nodes)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
-    refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
+    refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware) or impossible(site, plan)):
         raise ValueError(f"{NAME}: {why}")

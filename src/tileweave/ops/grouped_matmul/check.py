@@ -62,7 +62,7 @@ def check_offsets(offsets: torch.Tensor) -> None:
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
-    problem = GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0))
+    problem = GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0), site.cores)
     if plan is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
     refusal = out_of_reach(site, device, "x") or unaddressable(call)

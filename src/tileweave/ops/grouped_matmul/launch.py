@@ -67,6 +67,7 @@ def prepare(
     strides: tuple[int, ...],
     tile: Tile,
     stages: int,
+    core: str,
     device: torch.device,
 ) -> Prepared:
     """What calls have in common whose w is of this shape and these strides; remembered."""
@@ -76,7 +77,8 @@ def prepare(
     like = like.transpose(1, 2) if b_t else like
     box = (bn, bk) if b_t else (bk, bn)
     x, out = (torch.empty(1, size, dtype=dtype, device="meta") for size in (k, n))
-    part, buffers = (part_rows(tile), PART_BYTES // dtype.itemsize), part_buffers(tile, stages, dtype.itemsize)
+    part = part_rows(tile, core), PART_BYTES // dtype.itemsize
+    buffers = part_buffers(tile, stages, dtype.itemsize, core=core)
     return Prepared(
         Box(x, (bm, bk)), Box(like, (1, *box)), Box(like[0], box), Box(out, part),
         (n, k, bm, bn, bk, stages, buffers, GROUP_ROWS, b_t),
@@ -88,7 +90,7 @@ def fused(
 ) -> torch.Tensor:
     """Launch both kernels on the current stream."""
     own_x, own_w, own_offsets = in_one_piece(x), as_matrices(w), in_one_piece(offsets)
-    made = prepare(call.dtype, own_w.shape, own_w.stride(), plan.tile, plan.stages, x.device)
+    made = prepare(call.dtype, own_w.shape, own_w.stride(), plan.tile, plan.stages, plan.core, x.device)
     out = torch.empty(call.rows, call.n, dtype=call.dtype, device=x.device)
     target = out
     if call.rows == 0:  # there is no descriptor of an empty tensor

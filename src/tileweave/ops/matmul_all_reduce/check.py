@@ -27,7 +27,6 @@ from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import matmul_all_reduce as planner
 from tileweave.planner.matmul_all_reduce import Problem, unsupported
-from tileweave.planner.tiling import CORES
 
 NAME = "matmul_all_reduce"
 WAY = "torch.matmul, then the group's all-reduce"  # without a kernel
@@ -111,7 +110,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
     if site.inside is not None and call.m and call.n:
         return _over_nodes(site, site.inside, call, device, plan, hardware)
-    refusal = out_of_reach(site, device, cores=CORES) or unaddressable(call)
+    refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and plan.mechanism == "multimem" and site.unicast:
         raise ValueError(f"{NAME}: plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do")

@@ -134,7 +134,8 @@ def choose(
 
 def problem_of(site: Site, w: Like, gated: bool, experts: Experts) -> DispatchProblem:
     """A dispatch as the planner sees it."""
-    return DispatchProblem(site.world, experts.most, w.shape[2], w.shape[1], site.usable(0), 2 if gated else 1)
+    products = 2 if gated else 1
+    return DispatchProblem(site.world, experts.most, w.shape[2], w.shape[1], site.usable(0), products, site.cores)
 
 
 def most_rows(problem: DispatchProblem, plan: Plan) -> int:
@@ -174,12 +175,12 @@ def check_combine(h: Any, w: Any, route: Any, world: int, plan: Any) -> None:
 def choose_combine(site: Site, rows: int, w: Like, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a matmul of so many rows + combine, the same on all ranks; ValueError if it cannot follow the plan.
     hardware: that of the planner, if not an H200."""
-    if plan is not None and (why := unsupported_combine(site.usable(0), plan, hardware)):
+    if plan is not None and (why := unsupported_combine(site.usable(0), site.cores, plan, hardware)):
         raise ValueError(f"{COMBINE}: {why}")
     refusal = out_of_reach(site, w.device, "h") or uncombinable(site.world, w.shape[2], w.shape[1])
     if refusal:
         return fallback(COMBINE, refusal, "grouped_matmul, then rows by the group's all-to-all", plan, site.backend)
-    problem = GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0))
+    problem = GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0), site.cores)
     found = site.measured(COMBINE, replace(problem, rows=0)) if plan is None else None
     made = plan or (found.plan if found else combine_plan_for(problem, hardware))
     return Route(COMBINE, site.backend, True, made.reason, made, measured_us=found.measured_us if found else None)

@@ -41,7 +41,7 @@ def prepare(
     device: torch.device,
 ) -> Prepared:
     """What calls have in common whose w is of this shape and these strides; remembered."""
-    grouped = grouped_launch.prepare(dtype, shape, strides, plan.tile, plan.stages, device)
+    grouped = grouped_launch.prepare(dtype, shape, strides, plan.tile, plan.stages, plan.core, device)
     n, k, *constants = grouped.tail
     return Prepared(grouped, (n, k, world, choices, plan.comm_sms, weighted, *constants))
 

@@ -156,7 +156,7 @@ def silu(x):
 @gl.jit
 def gated(work, acc, ahead):
     """SCALE: the products with w, left, and with w_gate, right of them, as one."""
-    sides = gl.columns(acc, work.matmul.BN)
+    sides = acc if work.matmul.TENSOR else gl.columns(acc, work.matmul.BN)
     return silu(sides[1]) * sides[0]
 
 

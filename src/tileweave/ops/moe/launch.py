@@ -90,10 +90,10 @@ def prepare(
         return (columns, bk) if b_t else (bk, columns)
 
     x, out = (torch.empty(1, size, dtype=dtype, device="meta") for size in (k, n))
-    placers, buffers = placers_of(plan), part_buffers(plan.tile, plan.stages, itemsize)
+    placers, buffers = placers_of(plan), part_buffers(plan.tile, plan.stages, itemsize, core=plan.core)
     return Prepared(
         Box(x, (bm, bk)), Box(like, (1, *box(bn))), Box(like[0], box(wide)),
-        Box(out, (part_rows(plan.tile), PART_BYTES // itemsize)),
+        Box(out, (part_rows(plan.tile, plan.core), PART_BYTES // itemsize)),
         (n, k, world, bm, bn, bk, plan.stages, buffers, GROUP_ROWS, b_t, gated, silu, plan.comm_sms - placers, placers,
          FLAGS // (world + 1)),
     )  # fmt: skip
