@@ -224,6 +224,7 @@ def test_a_timeout_is_told_once_and_rightly_while_the_watchdog_looks_too(monkeyp
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     fabric = object.__new__(ProcessFabric)
     fabric.device, fabric._ops, fabric._captured, fabric._failed = torch.device("cpu"), {}, [], None
+    fabric._nodes = None
     fabric._lock = threading.Lock()
     for i in range(20):
         channel = Channel("op", *[torch.zeros(1)] * 4, 10**6)
