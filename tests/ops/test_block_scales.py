@@ -1,11 +1,13 @@
 """matmul_reduce_scatter of operands with scales of blocks along K: mxfp8 and nvfp4."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
 
 import tileweave as tw
+from tests.ops import test_float8 as float8
 from tileweave import Plan
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
@@ -13,6 +15,7 @@ from tileweave.ops.matmul_reduce_scatter.check import settle
 
 FP8, FP4, E8 = torch.float8_e4m3fn, torch.float4_e2m1fn_x2, torch.float8_e8m0fnu
 BLOCK = {FP8: 32, FP4: 16}
+run = partial(float8.run, calls=2)
 FOURS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
 
@@ -51,18 +54,6 @@ def operands(world, m, n, k, dtype, seed=0, device="cpu"):
         scales.append((of_x.to(device), of_y.to(device)))
         truth += left @ right.T
     return a, b, scales, truth
-
-
-def run(world, a, b, scales, calls=2, **options):
-    """The results of all ranks of the last of some calls."""
-
-    def rank_program(rank, group):
-        scale_a, scale_b = scales[rank]
-        for _ in range(calls):
-            out = tw.matmul_reduce_scatter(a[rank], b[rank], group, scale_a=scale_a, scale_b=scale_b, **options)
-        return out
-
-    return world.run(rank_program)
 
 
 def is_right(outs, truth, world):

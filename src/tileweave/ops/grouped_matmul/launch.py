@@ -48,8 +48,8 @@ def as_matrices(w: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Prepared:
-    """Of fused calls what their tensors' data and numbers of rows leave as it is; tail: what follows the rows in the
-    kernel's arguments."""
+    """Of fused calls what their tensors' data and numbers of rows leave as it is; tail: what follows the numbers that
+    a call has of its own in the kernel's arguments."""
 
     x: Box
     w: Box
@@ -58,6 +58,13 @@ class Prepared:
     tail: tuple
     tiles_variant: Variant = field(default_factory=Variant)
     variant: Variant = field(default_factory=Variant)
+
+
+def like_matrices(dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> tuple[torch.Tensor, bool]:
+    """Matrices [E, K, N] without data as a kernel reads them, transposed where K is contiguous, and whether it is."""
+    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    b_t = strides[2] != 1 or strides[1] < shape[2]
+    return like.transpose(1, 2) if b_t else like, b_t
 
 
 @lru_cache(maxsize=256)
@@ -72,9 +79,7 @@ def prepare(
 ) -> Prepared:
     """What calls have in common whose w is of this shape and these strides; remembered."""
     (bm, bn, bk), (_, k, n) = tile, shape
-    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    b_t = strides[2] != 1 or strides[1] < n
-    like = like.transpose(1, 2) if b_t else like
+    like, b_t = like_matrices(dtype, shape, strides)
     box = (bn, bk) if b_t else (bk, bn)
     x, out = (torch.empty(1, size, dtype=dtype, device="meta") for size in (k, n))
     part = part_rows(tile, core), PART_BYTES // dtype.itemsize

@@ -1,18 +1,17 @@
 """moe_dispatch_matmul in one kernel: its host side."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from tileweave.fabric import Fabric, Variant
+from tileweave.fabric import Fabric
 from tileweave.fabric.base import FLAGS
 from tileweave.ops.descriptors import Box, in_one_piece, parallel_view, slots_box
 from tileweave.ops.grouped_matmul.kernel import grouped_tiles_kernel
-from tileweave.ops.grouped_matmul.launch import as_matrices
+from tileweave.ops.grouped_matmul.launch import Prepared, as_matrices, like_matrices
 from tileweave.ops.moe.check import NAME
 from tileweave.ops.moe.kernel import BLOCK_ROWS, STEPS, moe_dispatch_matmul_kernel
 from tileweave.ops.moe.routing import Experts, Lists
@@ -54,20 +53,6 @@ def as_words(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.int32).contiguous() if x.numel() else x.new_zeros(1, dtype=torch.int32)
 
 
-@dataclass(slots=True)
-class Prepared:
-    """Of fused calls what their tensors' data and numbers of rows, tokens and slots leave as it is; tail: what follows
-    these numbers in the kernel's arguments."""
-
-    x: Box
-    w: Box
-    like_w: Box
-    out: Box
-    tail: tuple
-    tiles_variant: Variant = field(default_factory=Variant)
-    variant: Variant = field(default_factory=Variant)
-
-
 @lru_cache(maxsize=256)
 def prepare(
     dtype: torch.dtype,
@@ -82,9 +67,7 @@ def prepare(
     """What calls have in common whose matrices are of this shape and these strides; remembered."""
     (bm, wide, bk), (_, k, n), itemsize = plan.tile, shape, dtype.itemsize
     bn = wide // 2 if gated else wide
-    like = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
-    b_t = strides[2] != 1 or strides[1] < n
-    like = like.transpose(1, 2) if b_t else like
+    like, b_t = like_matrices(dtype, shape, strides)
 
     def box(columns: int) -> tuple[int, int]:
         return (columns, bk) if b_t else (bk, columns)
