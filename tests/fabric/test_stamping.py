@@ -9,6 +9,7 @@ import torch
 import tileweave as tw
 from tileweave import Plan
 from tileweave.checker.problems import PROBLEMS
+from tileweave.fabric import stamping as module
 from tileweave.fabric.stamping import BETWEEN, RESIDENT, Launch, stamping, timeline_of, to_launch
 from tileweave.lang.stamps import END, FLAG, ID_BITS, MAIN, MBARRIER, SLOTS, START, Site
 
@@ -79,6 +80,30 @@ def test_without_stamps_a_fabric_launches_what_it_compiled():
     with stamping(), pytest.raises(AttributeError):
         to_launch(compiled, 1, 0)  # has no PTX
     assert to_launch(compiled, 1, 0) is compiled
+
+
+def test_each_launch_since_again_is_in_the_timeline(monkeypatch):
+    """Launches of a rank are counted anew, so that the same calls find what was built for them."""
+    built = []
+    monkeypatch.setattr(module, "warps_of", lambda ptx: 1)
+    monkeypatch.setattr(module, "stamped", lambda ptx, address: (ptx, []))
+    monkeypatch.setattr(module, "rebuilt", lambda compiled, text: built.append(compiled) or f"{text} stamped")
+    zeros = torch.zeros
+    monkeypatch.setattr(module.torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
+    monkeypatch.setattr(module.torch.cuda, "synchronize", lambda device: None)
+    kernels = [SimpleNamespace(asm={"ptx": name}) for name in "ab"]
+    with stamping() as stamps:
+        assert stamps.timeline().spans == []
+        for calls in (2, 1):
+            for i in range(calls):
+                for rank in (0, 1):
+                    assert stamps.to_launch(kernels[i], 1, rank) == f"{'ab'[i]} stamped"
+                    words = stamps._launches[rank, i].words
+                    words[0, 0, :2] = torch.tensor([START, (1 << ID_BITS) + END])
+            launches = {(span.rank, span.launch) for span in stamps.timeline().spans}
+            assert launches == {(rank, i) for rank in (0, 1) for i in range(calls)}
+            stamps.again()
+    assert len(built) == 4
 
 
 @pytest.mark.gpu

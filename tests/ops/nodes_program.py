@@ -72,7 +72,7 @@ def scatters(group, mine, world):
     a, b, _ = operands(world, 8 * world, 48, 32, 9, a_t=True, device=DEVICE)
     eights = [x.to(torch.float8_e4m3fn) for x in (*a, *b)]
     a, b = eights[:world], eights[world:]
-    scales = [(each.abs().float().mean(1, True), torch.tensor(0.5, device=DEVICE)) for each in a]
+    scales = [(each.float().abs().mean(1, True), torch.tensor(0.5, device=DEVICE)) for each in a]
     out = tw.matmul_reduce_scatter(a[mine], b[mine], group, scale_a=scales[mine][0], scale_b=scales[mine][1])
     near(out, reference(a, b, scales=scales).chunk(world)[mine], world)
 

@@ -52,7 +52,7 @@ class Stamping:
 
     def __init__(self) -> None:
         self._launches: dict[tuple[int, int], Launch] = {}
-        self._counts: dict[int, int] = {}
+        self._counts: dict[int, int] = {}  # a rank's last launch
         self._lock = threading.Lock()
 
     def again(self) -> None:
@@ -65,7 +65,7 @@ class Stamping:
 
     def timeline(self) -> Timeline:
         """What the kernels have done when. Waits for the GPUs; the clocks of all are taken for one."""
-        launches = [each for each in self._launches.values() if each.number < self._counts.get(each.rank, 0)]
+        launches = [each for each in self._launches.values() if each.number <= self._counts.get(each.rank, -1)]
         return timeline_of([(launch, launch.words.cpu()) for launch in launches])
 
     def to_launch(self, compiled: Any, grid: int, rank: int) -> Any:
