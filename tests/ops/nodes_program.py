@@ -95,7 +95,7 @@ def gathers(group, mine, world):
             near(out, gathered_product(a, x, y))
     a, b, _ = gathered_operands(world, 8, (48,), 32, 5, device=DEVICE)
     a, w = [x.to(torch.float8_e4m3fn) for x in a], b[mine][0].to(torch.float8_e4m3fn)
-    by_row, one = [x.abs().float().mean(1, True) for x in a], torch.tensor(0.5, device=DEVICE)
+    by_row, one = [x.float().abs().mean(1, True) for x in a], torch.tensor(0.5, device=DEVICE)
     out = tw.all_gather_matmul(a[mine], w, group, scale_a=by_row[mine], scale_b=one)
     near(out, torch.cat([x.float() * s for x, s in zip(a, by_row, strict=True)]) @ (w.float() * one))
     empty = tw.all_gather_matmul(torch.zeros(0, 16, device=DEVICE).bfloat16(), b[0][0][:16], group)
