@@ -291,6 +291,17 @@ def test_the_plain_way_is_taken_where_it_was_measured_faster():
     assert routing.by_plan(OP, there, problem, planner, None, None).verdict == "fused"
 
 
+@pytest.mark.parametrize("op", sweep.MATMULS)
+def test_the_first_plan_is_measured_in_other_rings_too(op):
+    """Beside as many other plans as without."""
+    site = Site("processes", 2, 132, torch.device("cuda"), None, "it is off", linked=True, nccl=True)
+    plans = contenders(op, site, {"m": 4096, "n": 4096, "k": 4096}, torch.bfloat16)[1][:-1]
+    rings = [plan for plan in plans if replace(plan, stages=0) == replace(plans[0], stages=0)]
+    assert 1 <= len(rings) - 1 <= 2 and len({plan.stages for plan in rings}) == len(rings)
+    others = [replace(plan, stages=0) for plan in plans if plan not in rings]
+    assert len(others) >= 4 and len(set(others)) == len(others)
+
+
 def test_a_tuned_dispatch_has_the_planners_plan_where_its_own_flags_count_too_few_rows():
     """So that no call falls back for having been tuned."""
     site = Site("processes", 8, 132, torch.device("cuda"), None, "it is off", linked=True, nccl=True)
@@ -310,7 +321,8 @@ def test_a_way_back_is_tuned_in_one_schedule_for_any_rows():
     site = Site("processes", 8, 132, torch.device("cuda"), None, "it is off", linked=True, nccl=True)
     sizes = {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8}
     problem, plans = contenders("moe_matmul_combine", site, sizes, torch.bfloat16)
-    assert {plan.schedule for plan in plans} == {"intra_sm"} and len({plan.tile for plan in plans}) == len(plans) == 4
+    assert {plan.schedule for plan in plans} == {"intra_sm"} and len({plan.tile for plan in plans}) == 4
+    assert len({(plan.tile, plan.stages) for plan in plans}) == len(plans) == 5
     there = site._replace(tuned=(Tuned("moe_matmul_combine", problem, plans[-1], 12.5),))
     w = Like(torch.Size((32, 2048, 7168)), torch.bfloat16, site.device)
     assert [choose_combine(there, rows, w, None).plan.tile for rows in (8, 99999)] == [plans[-1].tile] * 2

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tileweave.bench import fit_between, nccl_curves, planner_page
-from tileweave.bench.predictions import FILES, PLANNERS, points, summary, tiling_of, whole_problem
+from tileweave.bench.predictions import FILES, PLANNERS, points, summary, whole_problem
 from tileweave.ops.all_gather_matmul.check import settle
 from tileweave.ops.contract import Like, Site
 from tileweave.planner import H200
+from tileweave.planner.tiling import tiling_of
 from tileweave.planner.timeline import timeline
 
 POINTS = points()
@@ -35,7 +36,7 @@ def test_the_simulation_comes_to_what_was_measured_of_chosen_plans():
     for each in POINTS:
         if each.file == FILES[0] and each.plan and each.plan.schedule in ("intra_sm", "inter_sm"):
             sizes = dict(zip("mnk", map(int, each.shape.split(" x ")), strict=True))
-            cost = PLANNERS[each.op].cost_of(each.problem, each.plan, tiling_of(each.plan))
+            cost = PLANNERS[each.op].cost_of(each.problem, each.plan, tiling_of(each.plan.tile, each.plan.stages))
             simulated, events = timeline(each.op, each.world, sizes, each.plan, cost, H200.sms, H200)
             assert events[-1].end_us <= simulated
             errors.append(abs(simulated / each.measured_us - 1))

@@ -7,6 +7,7 @@ import pytest
 from tileweave.planner import matmul_all_reduce as reducing
 from tileweave.planner import plan as scattering
 from tileweave.planner import profile
+from tileweave.planner.tiling import tiling_of
 
 SIZE, RANKS = 32768, 8
 ALONE_MS = {512: 2.07, 1024: 2.92, 2048: 5.57, 4096: 11.78, 8192: 23.29}  # the matmul by a rank's K
@@ -48,8 +49,7 @@ def test_communication_is_hidden_from_a_k_between_2048_and_4096():
     def hidden(k):
         problem = scattering.Problem(SIZE, SIZE, k, RANKS, 2, hardware.sms)
         _, plan = scattering.candidates(problem, hardware)[0]
-        tiling = next(each for each in scattering.BY_OPERAND_BYTES[2] if each.tile == plan.tile)
-        return scattering.cost_of(problem, plan, tiling, hardware).bound == "compute"
+        return scattering.cost_of(problem, plan, tiling_of(plan.tile, plan.stages), hardware).bound == "compute"
 
     assert [hidden(k) for k in (512, 1024, 2048, 4096, 8192)] == [False, False, False, True, True]
 

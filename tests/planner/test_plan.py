@@ -8,7 +8,7 @@ import pytest
 from tileweave.fabric.base import STATE_WORDS
 from tileweave.planner import Plan, Problem, candidates, plan_for, unsupported
 from tileweave.planner.hardware import H200
-from tileweave.planner.plan import blocks_of, cost_of
+from tileweave.planner.plan import blocks_of, cost_of, in_one_ring
 from tileweave.planner.tiling import TILINGS, tiles_of
 from tileweave.tiles.matmul import FIRST_SHARE
 
@@ -36,6 +36,19 @@ def test_candidates_come_fastest_first_and_all_can_run():
     assert len(found) > len(TILINGS) and [cost for cost, _ in found] == sorted(cost for cost, _ in found)
     assert not any(unsupported(BIG, plan) for _, plan in found)
     assert plan_for(BIG).tile == found[0][1].tile
+
+
+@pytest.mark.parametrize("faster, deeper", [(1, False), (3, True)])
+def test_a_ring_is_deeper_than_the_swept_one_only_where_tensor_cores_are_so_fast(faster, deeper):
+    """Of a tile whose ring can be: its steps are short."""
+    hardware = dataclasses.replace(H200, matmul_tflops=faster * H200.matmul_tflops)
+    small = dataclasses.replace(BIG, m=64, n=64 * 132, k=65536, world=1)
+    found = [(us, plan) for us, plan in candidates(small, hardware) if plan.tile == (64, 64, 64) and plan.split == 1]
+    stages = [plan.stages for _, plan in found]
+    assert sorted(stages) == [9, 10, 11, 12, 13]
+    assert stages == ([13, 12, 11, 10, 9] if deeper else [10, 9, 11, 12, 13])
+    assert (found[0][0] < found[-1][0]) == deeper
+    assert len(in_one_ring(candidates(BIG))) < len(candidates(BIG))
 
 
 def test_tiles_of_a_last_wave_are_shared_only_where_there_are_some():

@@ -31,7 +31,9 @@ def test_a_product_that_hides_its_transfer_on_few_gpus_is_bound_by_the_link_from
         taken, plain, alone = found[ranks]
         assert taken > 2 * alone and taken > 0.9 * found[32][0] and plain > taken
     lead = {ranks: plain / taken for ranks, (taken, plain, _) in found.items()}
-    assert max(lead, key=lambda ranks: lead[ranks]) == 16 and lead[16] > lead[32] > lead[64] > lead[72]
+    largest = {"matmul_all_reduce": 32}.get(op, 16)
+    behind = [lead[ranks] for ranks in planner_page.RANKS if ranks >= largest]
+    assert max(lead.values()) == lead[largest] and behind == sorted(behind, reverse=True)
 
 
 def test_at_72_ranks_an_all_reduce_has_no_kernel_of_two_shots():

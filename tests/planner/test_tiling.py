@@ -1,6 +1,7 @@
 """Sizes that kernels and planner agree on, the table of tile configurations, and the fit that makes it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,18 @@ import pytest
 from tileweave.bench import fit
 from tileweave.planner.hardware import H200
 from tileweave.planner.tiling import (
+    BY_OPERAND_BYTES,
+    LOAD_US,
     TILINGS,
     operand_bytes,
     part_buffers,
     part_rows,
     ring_bytes,
+    ring_says,
+    rings_of,
     tiles_of,
+    tiling_of,
+    tilings_of,
     whole_tiles,
     work_of,
 )
@@ -37,6 +44,42 @@ def test_what_does_not_fit_has_no_buffer():
 
 def test_a_tile_of_more_than_64_rows_has_two_halves():
     assert [part_rows((rows, 128, 64)) for rows in (64, 128, 256)] == [64, 64, 128]
+
+
+PROBED = "probe_2xH200.json"
+
+
+def test_a_load_takes_what_was_probed():
+    rows = json.loads((FIGURES / PROBED).read_text())["probe"]["rows"]
+    of = {"mechanism": "tma", "direction": "put", "over": "link", "total": 1 << 15, "message": 1 << 14}
+    (us,) = [row["us"][0] for row in rows if of.items() <= row.items()]
+    assert us == pytest.approx(LOAD_US, abs=0.005)
+
+
+@pytest.mark.parametrize("core, scales", [("wgmma", 0), ("tcgen05", 0), ("tcgen05", 4)])
+@pytest.mark.parametrize("size", [1, 2])
+def test_rings_are_as_deep_as_they_fit_and_a_stage_less(size, core, scales):
+    for tiling in tilings_of(size, core, scales):
+        depths = [tiling.stages, *(ring.stages for ring in rings_of(tiling, H200.shared_bytes, core, scales))]
+        most = max(depths)
+        assert len(depths) > 1 and sorted(depths) == list(range(max(tiling.stages - 1, 2), most + 1))
+        fits = [part_buffers(tiling.tile, stages, 2, H200, core, scales) > 0 for stages in (most, most + 1)]
+        assert fits == [True, False]
+
+
+def test_a_k_step_waits_where_the_other_stages_do_not_hide_a_load():
+    tiling = replace(tiling_of((128, 128, 64), 6), step_us=0.2)
+    paces = [replace(tiling, stages=stages).pace_us for stages in (2, 3, 4, 5, 6)]
+    assert paces == pytest.approx([LOAD_US, LOAD_US / 2, LOAD_US / 3, 0.2, 0.2])
+    waits = replace(tiling, stages=2)
+    assert waits.compute_us(132, 10, 1, 132) - tiling.compute_us(132, 10, 1, 132) == pytest.approx(10 * (LOAD_US - 0.2))
+    assert ring_says(waits) == "of 2 stages one is loaded, 0.7 us at least, while the others are multiplied, 0.2 us"
+
+
+def test_the_rings_of_the_sweeps_hide_a_load():
+    """Else what they take would be in the table's K steps already."""
+    for size in BY_OPERAND_BYTES:
+        assert all(each.pace_us == each.step_us for each in tilings_of(size, "wgmma"))
 
 
 def test_units_of_work():

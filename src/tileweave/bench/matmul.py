@@ -19,6 +19,7 @@ from tileweave.bench.harness import Bench, Row, Shape, Work, main
 from tileweave.bench.measure import interleaved
 from tileweave.ops.matmul_reduce_scatter import relative_error, tolerance
 from tileweave.planner import Plan, Problem, candidates, plan_for
+from tileweave.planner.plan import in_one_ring
 
 SQUARES = [("square", n, n, n) for n in (1024, 2048, 4096, 8192, 16384)]
 # A rank's share of the inner dimension where many share it.
@@ -112,8 +113,8 @@ def measure(
 
 
 def worth_measuring(problem: Problem) -> list[Plan]:
-    """The plans that the cost model does not put far behind the best."""
-    found = candidates(problem)
+    """The plans that the cost model does not put far behind the best, each in one ring, as `bench.fit` wants them."""
+    found = in_one_ring(candidates(problem))
     return [plan for cost, plan in found if cost < 1.3 * found[0][0]]
 
 

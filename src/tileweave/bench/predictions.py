@@ -16,7 +16,7 @@ from tileweave.planner import H200, Plan
 from tileweave.planner import all_gather_matmul as gathering
 from tileweave.planner import matmul_all_reduce as reducing
 from tileweave.planner import plan as scattering
-from tileweave.planner.tiling import BY_OPERAND_BYTES, Tiling
+from tileweave.planner.tiling import tiling_of
 
 FIGURES = Path(__file__).parents[3] / "docs/figures"
 PLANNERS: dict[str, ModuleType] = {
@@ -51,7 +51,7 @@ class Point:
         planner = PLANNERS[self.op]
         if self.plan is None:
             return planner.plain(self.problem).total_us
-        return planner.cost_of(self.problem, self.plan, tiling_of(self.plan)).total_us
+        return planner.cost_of(self.problem, self.plan, tiling_of(self.plan.tile, self.plan.stages)).total_us
 
     @property
     def error(self) -> float:
@@ -75,11 +75,6 @@ def whole_problem(op: str, m: int, n: int, k: int, world: int) -> Any:
         if op == "all_gather_matmul"
         else problem_of(op, m, n, k // world, world)
     )
-
-
-def tiling_of(plan: Plan) -> Tiling:
-    """The row of the planner's table that a plan has."""
-    return next(each for each in BY_OPERAND_BYTES[2] if each.tile == plan.tile)
 
 
 def points() -> list[Point]:

@@ -27,12 +27,13 @@ from tileweave.planner import plan as matmul_reduce_scatter
 from tileweave.planner.cost import Cost
 from tileweave.planner.decision import Candidate, Found, best_of_ways, plain_candidate
 from tileweave.planner.hardware import H200, Hardware
-from tileweave.planner.plan import SLOTS, Plan
-from tileweave.planner.tiling import BY_OPERAND_BYTES, Tiling, tilings_of
+from tileweave.planner.plan import SLOTS, Plan, in_one_ring, in_other_rings
+from tileweave.planner.tiling import Tiling, rings_of, tiling_of, tilings_of
 
 Sizes = dict[str, int]
 ENDLESS = 1 << 62  # bytes of memory, more than any plan needs
-FIRST, OTHERS = 4, 4  # of the plans that the planner tries, and of those of other ways: how many are measured
+FIRST, OTHERS = 4, 4  # of the plans that the planner tries, and of those of other ways: how many are measured,
+RINGS = 2  # and of the first one's other rings
 MATMUL = {"m": 8192, "n": 8192, "k": 8192}
 ATTENTION = {"batch": 1, "heads": 32, "kv_heads": 32, "seq": 32768, "dim": 128, "causal": 0}
 EXPERTS = {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8}
@@ -122,19 +123,21 @@ class _Matmul:
         return [replace(plan, predicted_us=round(us, 1)) for us, plan in self.planner.candidates(problem)]
 
     def contenders(self, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, list[Plan]]:
-        """The problem, and the plans that are worth measuring: the first of what the planner tries, and the best of
-        each other way, the plain one too. None where no kernel serves it."""
+        """The problem, and the plans that are worth measuring: the first of what the planner tries, the very first also
+        in other rings, and the best of each other way, the plain one too. None where no kernel serves it."""
         problem, route = self.ask(site, sizes, dtype, H200)
         if route.verdict not in ("fused", "plain"):
             return problem, []
-        found = self.planner.candidates(problem)
+        every = self.planner.candidates(problem)
+        found, rings = in_one_ring(every), in_other_rings(every)
         ways: dict[Any, tuple[float, Plan]] = {}
         for us, plan in found[FIRST:] + self.planner.candidates(problem, H200, self.planner.further_ways(problem)):
             ways.setdefault((plan.mechanism, plan.schedule, plan.comm_sms), (us, plan))
         best = sorted(ways.values(), key=lambda each: each[0])[:OTHERS]
         cost = self.planner.plain(problem) if site.nccl else None
         plain = [plain_candidate(cost).plan] if cost else []
-        return problem, [replace(plan, predicted_us=round(us, 1)) for us, plan in found[:FIRST] + best] + plain
+        measured = found[:FIRST] + rings[:RINGS] + best
+        return problem, [replace(plan, predicted_us=round(us, 1)) for us, plan in measured] + plain
 
     def __call__(self, op, site: Site, sizes: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
         problem, route = self.ask(site, sizes, dtype, hardware)
@@ -144,8 +147,7 @@ class _Matmul:
             return Found(route.verdict, route.reason, None, [], plain, 0.0)
 
         def cost_of(plan: Plan) -> Cost:
-            tiling = next(each for each in BY_OPERAND_BYTES[2] if each.tile == plan.tile)
-            return self.planner.cost_of(problem, plan, tiling, hardware)
+            return self.planner.cost_of(problem, plan, tiling_of(plan.tile, plan.stages), hardware)
 
         def best(ways: list[Any], of: Hardware) -> list[Candidate]:
             return best_of_ways(self.planner.candidates(problem, of, ways), cost_of, workspace)
@@ -247,9 +249,8 @@ def _combine(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     def cost(tiling: Tiling) -> Cost:
         return moe.combine_cost(problem, tiling.on(hardware), site.world, tokens, hardware)
 
-    every = _by_tiles(route.plan, cost, SLOTS * 2 * rows * s["hidden"])
-    tilings = tilings_of(2, route.plan.core)
-    tiling = next(each for each in tilings if each.tile == route.plan.tile).on(hardware)
+    every = _by_tiles(route.plan, cost, SLOTS * 2 * rows * s["hidden"], hardware)
+    tiling = tiling_of(route.plan.tile, route.plan.stages).on(hardware)
     plain = moe.plain_combine(problem, tiling, site.world, hardware) if site.nccl else None
     other = plain_candidate(plain, taken=False) if plain else None
     return Found(route.verdict, route.reason, every[0], every[1:], other, 2.0 * rows * s["hidden"])
@@ -263,18 +264,26 @@ def _grouped(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
     problem = moe.GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0), site.cores)
-    every = _by_tiles(route.plan, lambda tiling: moe.cost_of(problem, tiling.on(hardware), hardware), 0)
+    every = _by_tiles(route.plan, partial(_grouped_cost, problem, hardware), 0, hardware)
     return Found(route.verdict, route.reason, every[0], every[1:], None, 0.0)
 
 
-def _by_tiles(plan: Plan, cost: Callable[[Tiling], Cost], workspace: int) -> list[Candidate]:
-    """The plan, then the same with each other configuration of tiles; all of them have so many bytes of workspace."""
-    found = []
+def _grouped_cost(problem: moe.GroupedProblem, hardware: Hardware, tiling: Tiling) -> Cost:
+    return moe.cost_of(problem, tiling.on(hardware), hardware)
+
+
+def _by_tiles(plan: Plan, cost: Callable[[Tiling], Cost], workspace: int, hardware: Hardware) -> list[Candidate]:
+    """The plan, then the same with each other tile, in the ring that is predicted to be the fastest; all of them have
+    so many bytes of workspace."""
+    rings = {plan.tile: tiling_of(plan.tile, plan.stages)}
     for tiling in tilings_of(2, plan.core):
-        of = cost(tiling)
-        other = replace(plan, tile=tiling.tile, stages=tiling.stages, predicted_us=round(of.total_us, 1))
-        found.append(Candidate(other, of, workspace))
-    return sorted(found, key=lambda each: each.plan.tile != plan.tile)
+        every = tiling, *rings_of(tiling, hardware.shared_bytes, plan.core)
+        rings.setdefault(tiling.tile, min(every, key=lambda ring: cost(ring).total_us))
+    costs = [(ring, cost(ring)) for ring in rings.values()]
+    return [
+        Candidate(replace(plan, tile=ring.tile, stages=ring.stages, predicted_us=round(of.total_us, 1)), of, workspace)
+        for ring, of in costs
+    ]
 
 
 def _collective(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
@@ -348,25 +357,34 @@ def contenders(op: str, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[A
     return problem, [replace(plan, predicted_us=round(us, 1)) for us, plan in attention.candidates(problem)]
 
 
-def _first_tiles(found: Found) -> list[Plan]:
-    """The chosen plan, then those of its way that are predicted to be the fastest."""
+def _first_tiles(found: Found, cost: Callable[[Tiling], Cost]) -> list[Plan]:
+    """The chosen plan, then those of its way that are predicted to be the fastest, then the chosen one in other rings,
+    which take what `cost` says."""
     if found.verdict != "fused" or found.chosen is None:
         return []
-    way = found.chosen.way
+    way, plan = found.chosen.way, found.chosen.plan
     others = sorted((each for each in found.others if each.way == way), key=lambda each: each.cost.total_us)
-    return [each.plan for each in (found.chosen, *others[: FIRST - 1])]
+    tiling = next(each for each in tilings_of(2, plan.core) if each.tile == plan.tile)
+    rings = rings_of(tiling, H200.shared_bytes, plan.core)[:RINGS]
+    costs = [(ring.stages, cost(ring).total_us) for ring in rings]
+    return [
+        *(each.plan for each in (found.chosen, *others[: FIRST - 1])),
+        *(replace(plan, stages=stages, predicted_us=round(us, 1)) for stages, us in costs),
+    ]
 
 
 def _grouped_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
     problem = moe.GroupedProblem(s["rows"], s["experts"], s["inner"], s["hidden"], site.usable(0), site.cores)
-    return problem, _first_tiles(found)
+    return problem, _first_tiles(found, partial(_grouped_cost, problem, H200))
 
 
 def _combine_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
     """Other tiles of one schedule, as ranks have other numbers of rows, but go one way. For any number of them."""
     own = s["experts"] // site.world
     problem = moe.GroupedProblem(0, own, s["hidden"], s["inner"], site.usable(0), site.cores)
-    return problem, _first_tiles(found)
+    tokens = s["tokens"] // site.world
+    of_rows = replace(problem, rows=tokens * s["topk"])
+    return problem, _first_tiles(found, lambda ring: moe.combine_cost(of_rows, ring, site.world, tokens))
 
 
 def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:

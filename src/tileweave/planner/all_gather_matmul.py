@@ -3,13 +3,24 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from tileweave.planner import plan as core
 from tileweave.planner.cost import Cost, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan, Way
-from tileweave.planner.tiling import GROUP_ROWS, SLOWING, Tile, Tiling, operand_bytes, tilings_of, whole_tiles
+from tileweave.planner.tiling import (
+    GROUP_ROWS,
+    SLOWING,
+    Tile,
+    Tiling,
+    operand_bytes,
+    ring_says,
+    tiling_of,
+    tilings_of,
+    whole_tiles,
+)
 
 SCHEDULES = ("inter_sm", "intra_sm", "one_shot", "none")
 # And the schedules of each.
@@ -217,7 +228,7 @@ def candidates(
 ) -> list[tuple[float, Plan]]:
     """All plans that can run `problem`, each with its predicted microseconds, the fastest first; of equals, the one
     with the fewest communicators: in the ways that are tried, by default `ways`; one shot only where rows are few."""
-    found = []
+    found: list[tuple[float, Plan]] = []
     for (mechanism, schedule, comm_sms), tiling, split in product(
         ways(problem) if tried is None else tried, tilings_of(problem.operand_bytes, problem.cores[0]), SPLITS
     ):
@@ -228,7 +239,8 @@ def candidates(
         idle = split > 1 and (sms < 1 or whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
         many = schedule == "one_shot" and problem.rows >= GROUP_ROWS * tiling.tile[0]
         if not idle and not many and not unsupported(problem, plan, hardware):
-            found.append((cost_of(problem, plan, tiling, hardware).total_us, plan))
+            cost = partial(cost_of, problem, plan, hardware=hardware)
+            found += core.in_each_ring(plan, tiling, hardware, cost)
     return sorted(found, key=lambda each: each[0])
 
 
@@ -256,4 +268,5 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     last = f", those of the last wave shared by {plan.split} each," if plan.split > 1 else ""
     on = computing_sms(problem, plan)
     reason = f"{way}; {count} of {plan.tile[0]} x {plan.tile[1]}{last} on {on} SMs is the cheapest tiling"
+    reason += f"; {ring_says(tiling_of(plan.tile, plan.stages, problem.operand_bytes).on(hardware))}"
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from tileweave.planner import plan as core
@@ -16,7 +17,9 @@ from tileweave.planner.tiling import (
     operand_bytes,
     part_buffers,
     part_rows,
+    ring_says,
     tiles_of,
+    tiling_of,
     tilings_of,
     whole_tiles,
 )
@@ -233,7 +236,7 @@ def candidates(
 ) -> list[tuple[float, Plan]]:
     """All plans that can run `problem`, each with its predicted microseconds, the fastest first: in the ways that are
     tried, by default `ways`."""
-    found = []
+    found: list[tuple[float, Plan]] = []
     for (mechanism, schedule, comm_sms), tiling, split in product(
         ways(problem) if tried is None else tried, tilings_of(2, problem.cores[0]), SPLITS
     ):
@@ -242,7 +245,8 @@ def candidates(
             continue
         tiles, sms = count_tiles(problem, plan), computing(problem, plan)
         if split == 1 or (whole_tiles(tiles, sms, split) < tiles and problem.k >= 128 * split):
-            found.append((cost_of(problem, plan, tiling, hardware).total_us, plan))
+            cost = partial(cost_of, problem, plan, hardware=hardware)
+            found += core.in_each_ring(plan, tiling, _less_movers(plan, hardware), cost)
     return sorted(found, key=lambda each: each[0])
 
 
@@ -273,4 +277,5 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     size = f"{plan.tile[0]} x {plan.tile[1]}"
     sms = f"{computing(problem, plan)} SMs" + (f" beside {plan.comm_sms} communicators" if plan.comm_sms else "")
     reason = f"{way}; {count} of {size}{last} on {sms} is the cheapest tiling"
+    reason += f"; {ring_says(tiling_of(plan.tile, plan.stages).on(hardware))}"
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

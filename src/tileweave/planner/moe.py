@@ -3,12 +3,13 @@ experts, and perhaps how many rows."""
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tileweave.planner import plan as core
 from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
-from tileweave.planner.tiling import SM_FETCH_GBS, Tile, Tiling, part_rows, tilings_of
+from tileweave.planner.tiling import SM_FETCH_GBS, Tile, Tiling, part_rows, ring_says, tiling_of, tilings_of
 
 FLAGS = 448  # of a rank
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
@@ -58,35 +59,47 @@ def cost_of(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) 
     return Cost(compute, memory, exposed_us=hardware.launch_us)
 
 
-def candidates(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
-    """All plans of the table, each with its predicted microseconds, the fastest first."""
+def tilings_by_cost(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Tiling]]:
+    """All tiles of the table, in each ring, with their predicted microseconds, the fastest first."""
+
+    def cost(tiling: Tiling) -> Cost:
+        return cost_of(problem, tiling.on(hardware), hardware)
+
     of = problem.cores[0]
-    found = [
-        (cost_of(problem, tiling, hardware).total_us, Plan(tile=tiling.tile, stages=tiling.stages, core=of))
-        for tiling in tilings_of(2, of)
-    ]
+    found = [each for tiling in tilings_of(2, of) for each in core.costs_of_rings(tiling, hardware, of, cost)]
     return sorted(found, key=lambda each: each[0])
 
 
-def cheapest(problem: GroupedProblem, hardware: Hardware = H200, columns: int = 0) -> tuple[float, Plan]:
-    """Of the plans that the model does not tell apart, the one whose tiles read least from L2: all SMs read at once.
-    Tiles have `columns` at least."""
-    found = [each for each in candidates(problem, hardware) if each[1].tile[1] >= columns]
-    alike = [each for each in found if each[0] <= ALIKE * found[0][0]]
+def candidates(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Plan]]:
+    """All plans of the table, each with its predicted microseconds, the fastest first."""
+    return [(us, _plan(problem, tiling)) for us, tiling in tilings_by_cost(problem, hardware)]
+
+
+def _plan(problem: GroupedProblem, tiling: Tiling) -> Plan:
+    return Plan(tile=tiling.tile, stages=tiling.stages, core=problem.cores[0])
+
+
+def cheapest(found: list[tuple[float, Tiling]], columns: int = 0) -> tuple[float, Tiling]:
+    """Of the tiles that the model does not tell apart, the one that reads least from L2: all SMs read at once. Tiles
+    have `columns` at least."""
+    wide = [each for each in found if each[1].tile[1] >= columns]
+    alike = [each for each in wide if each[0] <= ALIKE * wide[0][0]]
     return min(alike, key=lambda each: 1 / each[1].tile[0] + 1 / each[1].tile[1])
 
 
+@lru_cache(maxsize=1024)
 def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
     """The fastest plan by the cost model; of many experts the one that wastes least where some have few rows:
     an H200 lost 2% at even routing and won 1 to 17% at a skewed one (docs/figures/grouped_matmul_1xH200.json)."""
-    cost, plan = cheapest(problem, hardware)
+    found = tilings_by_cost(problem, hardware)
+    cost, tiling = cheapest(found)
     experts, rows, tile = SKEWED
     if problem.experts > experts and problem.rows >= rows * problem.experts:
-        found = (each for each in candidates(problem, hardware) if each[1].tile == tile)
-        cost, plan = next(found, (cost, plan))  # tcgen05 has no such tile
+        cost, tiling = next((each for each in found if each[1].tile == tile), (cost, tiling))  # tcgen05 has none
+    plan = _plan(problem, tiling)
     reason = (
         f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs are the cheapest for {problem.experts} experts "
-        f"of {problem.rows / problem.experts:.0f} rows on average"
+        f"of {problem.rows / problem.experts:.0f} rows on average; {ring_says(tiling.on(hardware))}"
     )
     return replace(plan, predicted_us=round(cost, 1), reason=reason)
 
@@ -148,16 +161,18 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
     return core.untileable(plan, 2, hardware, cores=problem.cores)
 
 
+@lru_cache(maxsize=1024)
 def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Plan:
     """The plan for experts of many rows, as training has them: an eighth of the SMs communicate."""
     comm_sms = min(max(problem.sms // 8 // 2 * 2, 2), problem.sms - 1, FLAGS // (problem.world + 1))
     rows = 512 * problem.experts  # of what a rank takes in nothing is known
     grouped = grouped_of(problem, rows, problem.sms - comm_sms)
-    chosen = cheapest(grouped, hardware, problem.columns)[1]
+    tiling = cheapest(tilings_by_cost(grouped, hardware), problem.columns)[1]
+    chosen = _plan(grouped, tiling)
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
         f"{comm_sms} of {problem.sms} SMs); tiles of {chosen.tile[0]} x {chosen.tile[1]} are the cheapest for experts "
-        "of many rows"
+        f"of many rows; {ring_says(tiling.on(hardware))}"
     )
     return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)
 
@@ -190,8 +205,8 @@ def plain_dispatch(
 
 def grouped_us(problem: DispatchProblem, plan: Plan, rows: int, sms: int, hardware: Hardware) -> float:
     """Of the grouped matmul alone, on `sms` SMs."""
-    tiling = next(each for each in tilings_of(2, plan.core) if each.tile == plan.tile)
-    return cost_of(grouped_of(problem, rows, sms), tiling.on(hardware), hardware).total_us
+    tiling = tiling_of(plan.tile, plan.stages).on(hardware)
+    return cost_of(grouped_of(problem, rows, sms), tiling, hardware).total_us
 
 
 def grouped_of(problem: DispatchProblem, rows: int, sms: int) -> GroupedProblem:
@@ -237,11 +252,12 @@ def unsupported_combine(sms: int, cores: tuple[str, ...], plan: Plan, hardware: 
 
 def combine_plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
     """The plan of a grouped matmul whose rows go home: that of the matmul alone."""
-    chosen = cheapest(problem, hardware)[1]
+    tiling = cheapest(tilings_by_cost(problem, hardware))[1]
+    chosen = _plan(problem, tiling)
     reason = (
         "rows of a tile belong to several ranks, so the CTA that made it sends them row by row (intra-SM, stores from "
         f"registers), and each rank sums its tokens' rows behind its tiles; tiles of {chosen.tile[0]} x "
-        f"{chosen.tile[1]} on {problem.sms} SMs are the cheapest"
+        f"{chosen.tile[1]} on {problem.sms} SMs are the cheapest; {ring_says(tiling.on(hardware))}"
     )
     return replace(chosen, mechanism="register", reason=reason)
 

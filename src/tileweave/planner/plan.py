@@ -2,15 +2,15 @@
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import product
 
 from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.tiling import (
     BARRIER_BYTES,
-    BY_OPERAND_BYTES,
     CORE_ROWS,
     GROUP_ROWS,
     PART_BYTES,
@@ -22,8 +22,11 @@ from tileweave.planner.tiling import (
     part_buffers,
     part_rows,
     ring_bytes,
+    ring_says,
+    rings_of,
     tensor_columns,
     tiles_of,
+    tiling_of,
     tilings_of,
     whole_tiles,
 )
@@ -316,14 +319,50 @@ def plain_way(kind: str, alone: Problem, world: int, sent: float, hardware: Hard
     if collective is None:
         return None
     _, plan = candidates(alone, hardware)[0]
-    tiling = next(each for each in BY_OPERAND_BYTES[alone.operand_bytes] if each.tile == plan.tile)
-    product = cost_of(alone, plan, tiling, hardware)
+    product = cost_of(alone, plan, tiling_of(plan.tile, plan.stages, alone.operand_bytes), hardware)
     return replace(product, exposed_us=product.exposed_us + collective)
 
 
 def few(problem: Problem, plan: Plan) -> bool:
     """Whether an owner has fewer rows than go together in a wave: for the next one's tiles all of b is read again."""
     return problem.world > 1 and problem.m // problem.world < GROUP_ROWS * plan.tile[0]
+
+
+def in_each_ring(
+    plan: Plan, tiling: Tiling, hardware: Hardware, cost: Callable[[Tiling], Cost], scales: int = 0
+) -> list[tuple[float, Plan]]:
+    """A plan with its predicted microseconds, then the same in rings of other depths."""
+    (us, _), *others = costs_of_rings(tiling, hardware, plan.core, cost, scales)
+    return [(us, plan), *((us, replace(plan, stages=ring.stages)) for us, ring in others)]
+
+
+def costs_of_rings(
+    tiling: Tiling, hardware: Hardware, core: str, cost: Callable[[Tiling], Cost], scales: int = 0
+) -> list[tuple[float, Tiling]]:
+    """Predicted microseconds of a tile in the ring that it was swept with, then in others. They differ by their pace
+    only: where all hide a load they take the same, and the swept one is ahead."""
+    us, pace = cost(tiling).total_us, tiling.on(hardware).pace_us
+    found = [(us, tiling)]
+    for ring in rings_of(tiling, hardware.shared_bytes, core, scales):
+        found.append((us if ring.on(hardware).pace_us == pace else cost(ring).total_us, ring))
+    return found
+
+
+def in_one_ring(found: Iterable[tuple[float, Plan]]) -> list[tuple[float, Plan]]:
+    """Of predictions, the fastest first, each plan in the first of its rings."""
+    seen: dict[tuple, tuple[float, Plan]] = {}
+    for us, plan in found:
+        seen.setdefault(_but_its_ring(plan), (us, plan))
+    return list(seen.values())
+
+
+def in_other_rings(found: list[tuple[float, Plan]]) -> list[tuple[float, Plan]]:
+    """Of predictions, the fastest first, those of the first plan in its other rings."""
+    return [each for each in found[1:] if _but_its_ring(each[1]) == _but_its_ring(found[0][1])]
+
+
+def _but_its_ring(plan: Plan) -> tuple:
+    return plan.mechanism, plan.schedule, plan.tile, plan.split, plan.comm_sms
 
 
 def ways(problem: Problem) -> list[Way]:
@@ -341,7 +380,7 @@ def candidates(
 ) -> list[tuple[float, Plan]]:
     """All plans of the table that can run `problem`, each with its predicted microseconds, the fastest first: in the
     ways that are tried, by default `ways`; one shot only where rows are few."""
-    found = []
+    found: list[tuple[float, Plan]] = []
     core = problem.cores[0]
     for (mechanism, schedule, comm_sms), tiling, split in product(
         ways(problem) if tried is None else tried, tilings_of(problem.operand_bytes, core, problem.scales), SPLITS
@@ -353,7 +392,8 @@ def candidates(
         idle = split > 1 and (whole_tiles(tiles, sms, split) == tiles or problem.k < 128 * split)
         fits = schedule != "one_shot" or few(problem, plan) or unscalable(problem, replace(plan, schedule="intra_sm"))
         if fits and not idle and not unsupported(problem, plan, hardware):
-            found.append((cost_of(problem, plan, tiling, hardware).total_us, plan))
+            cost = partial(cost_of, problem, plan, hardware=hardware)
+            found += in_each_ring(plan, tiling, hardware, cost, problem.scales)
     return sorted(found, key=lambda each: each[0])
 
 
@@ -375,4 +415,5 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"
     last = f", those of the last wave shared by {plan.split} each," if plan.split > 1 else ""
     reason = f"{way}; {count} of {plan.tile[0]} x {plan.tile[1]}{last} on {problem.sms} SMs is the cheapest tiling"
+    reason += f"; {ring_says(tiling_of(plan.tile, plan.stages, problem.operand_bytes).on(hardware))}"
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

@@ -6,6 +6,7 @@
 import json
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.resources import files
 
 from tileweave.planner.hardware import H200, Hardware
@@ -28,6 +29,9 @@ WAITING = 0.0406  # and of device memory by tensor cores; between two H200s
 # By how much a product is faster at first than when power limits the GPU, and how soon that is, as an exponential. The
 # sweeps were taken in long runs; between two H200s one of 90 us took 13% less than they say, one of 6 ms as long.
 BURST, BURST_US = 0.137, 1310.0
+# From the request of a K step's operands until they are there, at least: an H200 that is idle but for it takes as long
+# to load a tile of 16 KB and store it to a peer (docs/figures/probe_2xH200.json, 32 KB put by TMA, two SMs at once).
+LOAD_US = 0.73
 Tile = tuple[int, int, int]
 
 
@@ -93,14 +97,29 @@ class Tiling:
         faster = hardware.matmul_tflops / hardware.sms / (H200.matmul_tflops / H200.sms)
         return replace(self, step_us=self.step_us / faster)
 
+    @property
+    def pace_us(self) -> float:
+        """A K step in the ring's turn: a stage that has been multiplied is loaded anew while the others are, and has to
+        be waited for where they take less than LOAD_US. More stages than that bring nothing."""
+        return max(self.step_us, LOAD_US / (self.stages - 1))
+
     def compute_us(self, tiles: int, k_steps: int, split: int, sms: int) -> float:
         """Predicted time of `tiles` tiles of `k_steps` K steps on `sms` SMs, operands at hand, without exchanges."""
         launch, steps, ends, _ = work_of(tiles, k_steps, split, sms)
-        return self.launch_us * launch + self.step_us * steps + self.tile_us * ends
+        return self.launch_us * launch + self.pace_us * steps + self.tile_us * ends
 
     def exchange_us(self, tiles: int, split: int, sms: int) -> float:
         """Predicted time of the exchanges of shared tiles, which nothing hides."""
         return self.share_us * work_of(tiles, 1, split, sms)[3]
+
+
+def ring_says(tiling: Tiling) -> str:
+    """Why a ring has its stages, in numbers."""
+    behind = (tiling.stages - 1) * tiling.step_us
+    return (
+        f"of {tiling.stages} stages one is loaded, {LOAD_US:.1f} us at least, while the others are multiplied, "
+        f"{behind:.1f} us"
+    )
 
 
 def work_of(tiles: int, k_steps: int, split: int, sms: int) -> tuple[int, int, int, int]:
@@ -156,6 +175,21 @@ def tilings_of(operand_bytes: int, core: str, scales: int = 0) -> tuple[Tiling, 
         return table
     less = 2 if scales else 1
     return tuple(replace(each, stages=each.stages - less) for each in table if each.tile[0] == CORE_ROWS)
+
+
+def tiling_of(tile: Tile, stages: int, operand_bytes: int = 2) -> Tiling:
+    """What the table has of a tile, in a ring of so many stages."""
+    return replace(next(each for each in BY_OPERAND_BYTES[operand_bytes] if each.tile == tile), stages=stages)
+
+
+@lru_cache(maxsize=256)
+def rings_of(tiling: Tiling, shared_bytes: int, core: str, scales: int = 0) -> tuple[Tiling, ...]:
+    """A configuration in rings of other depths than the table's: of a stage less, and of as many more as fit into a
+    CTA's memory beside a buffer for finished parts of each multiplier."""
+    stage, behind = (ring_bytes(tiling.tile, stages, core, scales) for stages in (1, 0))
+    free = shared_bytes - BARRIER_BYTES - tiling.tile[0] * PART_BYTES - behind
+    depths = range(max(tiling.stages - 1, 2), free // (stage - behind) + 1)
+    return tuple(replace(tiling, stages=stages) for stages in depths if stages != tiling.stages)
 
 
 BY_OPERAND_BYTES = _load()  # the table by the size of an element of A and B
