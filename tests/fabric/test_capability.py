@@ -90,7 +90,9 @@ def routes(cores):
         "grouped_matmul": grouped.choose(site(cores), grouped.Call(torch.bfloat16, 512, 8, 512, 512), gpu, None),
         "moe_dispatch_matmul": moe.choose(site(cores), w, False, Experts(32, 4), None, None),
         "gated moe_dispatch_matmul": moe.choose(site(cores), w, True, Experts(32, 4), None, None),
-        "moe_matmul_combine": moe.choose_combine(site(cores), 512, w, None),
+        "moe_matmul_combine": moe.choose_combine(
+            site(cores), 512, w, moe.combine_problem_of(site(cores), w, 32, 512, 2), None
+        ),
     }
 
 

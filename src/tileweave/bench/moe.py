@@ -49,7 +49,8 @@ from tileweave.ops.moe.launch import fused as dispatch
 from tileweave.ops.moe.reference import expert
 from tileweave.ops.moe.routing import Lists, make_route
 from tileweave.planner import Plan
-from tileweave.planner.moe import DispatchProblem, GroupedProblem, combine_plan_for, dispatch_plan_for
+from tileweave.planner.moe import DispatchProblem, GroupedProblem, dispatch_plan_for
+from tileweave.planner.moe_combine import by_rows
 
 HIDDEN, INNER, EXPERTS, CHOICES = 7168, 2048, 256, 8
 WORLDS = (2, 4, 8)
@@ -215,7 +216,7 @@ def planned(kind: str, size: int, sms: int, tokens: int, comm_sms: int | None) -
     """The planner's plan; with `comm_sms` communicators instead, inter-SM."""
     own = EXPERTS // size
     if kind == "combine":
-        plan = combine_plan_for(GroupedProblem(tokens * CHOICES // size, own, HIDDEN, INNER, sms))
+        plan = by_rows(GroupedProblem(tokens * CHOICES // size, own, HIDDEN, INNER, sms))
     else:
         plan = dispatch_plan_for(DispatchProblem(size, own, INNER, HIDDEN, sms, 2 if kind == "gated" else 1))
     return plan if comm_sms is None else replace(plan, schedule="inter_sm", comm_sms=comm_sms)

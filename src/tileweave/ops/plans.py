@@ -22,7 +22,7 @@ from tileweave.ops.moe.routing import Experts
 from tileweave.ops.ring_attention import check as ring_check
 from tileweave.ops.route import Route
 from tileweave.ops.ulysses_attention import check as ulysses_check
-from tileweave.planner import all_gather_matmul, attention, collectives, matmul_all_reduce, moe
+from tileweave.planner import all_gather_matmul, attention, collectives, matmul_all_reduce, moe, moe_combine
 from tileweave.planner import plan as matmul_reduce_scatter
 from tileweave.planner.cost import Cost
 from tileweave.planner.decision import Candidate, Found, best_of_ways, plain_candidate
@@ -241,17 +241,20 @@ def _combine(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     check_topk("plan", s)
     tokens, w = s["tokens"] // site.world, _like(site, dtype, s["experts"] // site.world, s["inner"], s["hidden"])
     rows = tokens * s["topk"]
-    route = moe_check.choose_combine(site, rows, w, None, hardware)
+    problem = moe_check.combine_problem_of(site, w, s["experts"], rows, s["topk"])
+    route = moe_check.choose_combine(site, rows, w, problem, None, hardware)
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
-    problem = moe.GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0), site.cores)
-
-    def cost(tiling: Tiling) -> Cost:
-        return moe.combine_cost(problem, tiling.on(hardware), site.world, tokens, hardware)
-
-    every = _by_tiles(route.plan, cost, SLOTS * 2 * rows * s["hidden"], hardware)
-    tiling = tiling_of(route.plan.tile, route.plan.stages).on(hardware)
-    plain = moe.plain_combine(problem, tiling, site.world, hardware) if site.nccl else None
+    taken = route.plan
+    cost = partial(moe_combine.cost_of, problem, taken, hardware=hardware)
+    every = _by_tiles(taken, cost, moe_combine.workspace_bytes(problem, taken), hardware)
+    for schedule in moe_combine.SCHEDULES:
+        for us, plan in moe_combine.candidates(problem, schedule, hardware)[:1]:
+            if schedule != taken.schedule:
+                of = moe_combine.cost_of(problem, plan, tiling_of(plan.tile, plan.stages), hardware)
+                workspace = moe_combine.workspace_bytes(problem, plan)
+                every.append(Candidate(replace(plan, predicted_us=round(us, 1)), of, workspace))
+    plain = moe_combine.plain(problem, tiling_of(taken.tile, taken.stages), hardware) if site.nccl else None
     other = plain_candidate(plain, taken=False) if plain else None
     return Found(route.verdict, route.reason, every[0], every[1:], other, 2.0 * rows * s["hidden"])
 
@@ -264,12 +267,8 @@ def _grouped(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
     problem = moe.GroupedProblem(call.rows, call.experts, call.n, call.k, site.usable(0), site.cores)
-    every = _by_tiles(route.plan, partial(_grouped_cost, problem, hardware), 0, hardware)
+    every = _by_tiles(route.plan, partial(moe.cost_of, problem, hardware=hardware), 0, hardware)
     return Found(route.verdict, route.reason, every[0], every[1:], None, 0.0)
-
-
-def _grouped_cost(problem: moe.GroupedProblem, hardware: Hardware, tiling: Tiling) -> Cost:
-    return moe.cost_of(problem, tiling.on(hardware), hardware)
 
 
 def _by_tiles(plan: Plan, cost: Callable[[Tiling], Cost], workspace: int, hardware: Hardware) -> list[Candidate]:
@@ -375,16 +374,24 @@ def _first_tiles(found: Found, cost: Callable[[Tiling], Cost]) -> list[Plan]:
 
 def _grouped_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
     problem = moe.GroupedProblem(s["rows"], s["experts"], s["inner"], s["hidden"], site.usable(0), site.cores)
-    return problem, _first_tiles(found, partial(_grouped_cost, problem, H200))
+    return problem, _first_tiles(found, partial(moe.cost_of, problem))
 
 
 def _combine_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
-    """Other tiles of one schedule, as ranks have other numbers of rows, but go one way. For any number of them."""
-    own = s["experts"] // site.world
-    problem = moe.GroupedProblem(0, own, s["hidden"], s["inner"], site.usable(0), site.cores)
-    tokens = s["tokens"] // site.world
-    of_rows = replace(problem, rows=tokens * s["topk"])
-    return problem, _first_tiles(found, lambda ring: moe.combine_cost(of_rows, ring, site.world, tokens))
+    """Other tiles of the chosen schedule, then the best of the other one with each number of communicators. For any
+    number of tokens."""
+    w = _like(site, dtype, s["experts"] // site.world, s["inner"], s["hidden"])
+    problem = moe_check.combine_problem_of(site, w, s["experts"], s["tokens"] // site.world * s["topk"], s["topk"])
+    key = replace(problem, tokens=0)
+    if found.chosen is None:
+        return key, []
+    taken = found.chosen.plan
+    ways: dict[tuple[str, int], Plan] = {}
+    for schedule in moe_combine.SCHEDULES:
+        for us, plan in moe_combine.candidates(problem, schedule):
+            ways.setdefault((schedule, plan.comm_sms), replace(plan, predicted_us=round(us, 1)))
+    others = [plan for (schedule, _), plan in ways.items() if schedule != taken.schedule]
+    return key, _first_tiles(found, partial(moe_combine.cost_of, problem, taken)) + others
 
 
 def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:

@@ -3,13 +3,13 @@ experts, and perhaps how many rows."""
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from tileweave.planner import plan as core
 from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
-from tileweave.planner.tiling import SM_FETCH_GBS, Tile, Tiling, part_rows, ring_says, tiling_of, tilings_of
+from tileweave.planner.tiling import Tile, Tiling, part_rows, ring_says, tiling_of, tilings_of
 
 FLAGS = 448  # of a rank
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
@@ -49,7 +49,7 @@ def unsupported(problem: GroupedProblem, plan: Plan, hardware: Hardware = H200) 
 def cost_of(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) -> Cost:
     """What a call takes, if experts have as many rows each but for chance: the last rows of an expert are half a
     multiplier's, on average, and a multiplier without rows takes no time."""
-    part = part_rows(tiling.tile, problem.cores[0])
+    tiling, part = tiling.on(hardware), part_rows(tiling.tile, problem.cores[0])
     row_tiles = (problem.rows / part + min(problem.experts, problem.rows) / 2) * part / tiling.tile[0]
     tiles = math.ceil(row_tiles * math.ceil(problem.n / tiling.tile[1]))
     compute = tiling.compute_us(tiles, max(math.ceil(problem.k / tiling.tile[2]), 1), 1, problem.sms)
@@ -61,11 +61,7 @@ def cost_of(problem: GroupedProblem, tiling: Tiling, hardware: Hardware = H200) 
 
 def tilings_by_cost(problem: GroupedProblem, hardware: Hardware = H200) -> list[tuple[float, Tiling]]:
     """All tiles of the table, in each ring, with their predicted microseconds, the fastest first."""
-
-    def cost(tiling: Tiling) -> Cost:
-        return cost_of(problem, tiling.on(hardware), hardware)
-
-    of = problem.cores[0]
+    of, cost = problem.cores[0], partial(cost_of, problem, hardware=hardware)
     found = [each for tiling in tilings_of(2, of) for each in core.costs_of_rings(tiling, hardware, of, cost)]
     return sorted(found, key=lambda each: each[0])
 
@@ -205,8 +201,7 @@ def plain_dispatch(
 
 def grouped_us(problem: DispatchProblem, plan: Plan, rows: int, sms: int, hardware: Hardware) -> float:
     """Of the grouped matmul alone, on `sms` SMs."""
-    tiling = tiling_of(plan.tile, plan.stages).on(hardware)
-    return cost_of(grouped_of(problem, rows, sms), tiling, hardware).total_us
+    return cost_of(grouped_of(problem, rows, sms), tiling_of(plan.tile, plan.stages), hardware).total_us
 
 
 def grouped_of(problem: DispatchProblem, rows: int, sms: int) -> GroupedProblem:
@@ -217,69 +212,3 @@ def grouped_of(problem: DispatchProblem, rows: int, sms: int) -> GroupedProblem:
 def sent_tokens(problem: DispatchProblem, tokens: int, topk: int) -> float:
     """Copies of tokens that leave a rank, expected: to every other rank that some of a token's experts are on."""
     return tokens * (problem.world - 1) * (1 - (1 - 1 / problem.world) ** topk)
-
-
-def uncombinable(world: int, n: int, k: int) -> str | None:
-    """Why no kernel of ours can multiply rows [k] by matrices [k, n] and send the products back; None if one can."""
-    if world == 1:
-        return "a world of one has nobody to send to"
-    for name, size in (("H", n), ("I", k)):
-        if size % 8 or size == 0:
-            return f"{name} = {size} is no multiple of 8, so rows are not 16-byte aligned as TMA needs"
-    return None
-
-
-def unsupported_combine(sms: int, cores: tuple[str, ...], plan: Plan, hardware: Hardware = H200) -> str | None:
-    """Why `plan` can run no grouped matmul + combine on so many SMs with these `cores`, naming the legal values; None
-    if it can."""
-    if plan.mechanism != "register" or plan.schedule not in ("intra_sm", "inter_sm"):
-        return (
-            f"plan.mechanism={plan.mechanism!r}, plan.schedule={plan.schedule!r}: moe_matmul_combine has 'register' "
-            "and 'intra_sm', a row for each choice, or 'inter_sm', one for each token and rank"
-        )
-    if plan.schedule == "inter_sm":
-        if sms < 2:
-            return f"plan.schedule='inter_sm': one SM has to send and one to multiply, and a rank has {sms}"
-        if plan.split != 1 or not 1 <= plan.comm_sms < sms:
-            return (
-                f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: moe_matmul_combine has 1 and, with "
-                f"'inter_sm', 1 to {sms - 1} of {sms} SMs"
-            )
-    elif plan.split != 1 or plan.comm_sms != 0:
-        return f"plan.split={plan.split}, plan.comm_sms={plan.comm_sms}: moe_matmul_combine has 1 and 0"
-    return core.untileable(plan, 2, hardware, cores=cores)
-
-
-def combine_plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
-    """The plan of a grouped matmul whose rows go home: that of the matmul alone."""
-    tiling = cheapest(tilings_by_cost(problem, hardware))[1]
-    chosen = _plan(problem, tiling)
-    reason = (
-        "rows of a tile belong to several ranks, so the CTA that made it sends them row by row (intra-SM, stores from "
-        f"registers), and each rank sums its tokens' rows behind its tiles; tiles of {chosen.tile[0]} x "
-        f"{chosen.tile[1]} on {problem.sms} SMs are the cheapest; {ring_says(tiling.on(hardware))}"
-    )
-    return replace(chosen, mechanism="register", reason=reason)
-
-
-def combine_cost(problem: GroupedProblem, tiling: Tiling, world: int, tokens: int, hardware: Hardware = H200) -> Cost:
-    """What a grouped matmul takes whose rows go home, to the ranks of `tokens` tokens each, which sum them behind their
-    tiles. Not fitted to measurements."""
-    product = cost_of(problem, tiling, hardware)
-    row = 2.0 * problem.n
-    link = hardware.launch_us + problem.rows * row * (world - 1) / world / push_rate("register", problem.sms, hardware)
-    summed = (problem.rows + tokens) * row
-    rate = min(hardware.memory_gb_per_s * problem.sms / hardware.sms, SM_FETCH_GBS * problem.sms) * 1e3
-    return replace(
-        product, communicate_us=link, exposed_us=product.exposed_us + summed / rate, sync_us=hardware.sync_us
-    )
-
-
-def plain_combine(problem: GroupedProblem, tiling: Tiling, world: int, hardware: Hardware = H200) -> Cost | None:
-    """What the product and then NCCL take, if its all-to-all is as fast as an all-gather; None if the profile does not
-    say."""
-    collective = collective_us("all_gather", world, 2.0 * problem.n * problem.rows * (world - 1) / world, hardware)
-    if collective is None:
-        return None
-    product = cost_of(problem, tiling, hardware)
-    return replace(product, exposed_us=product.exposed_us + collective)

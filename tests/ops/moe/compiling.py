@@ -11,7 +11,7 @@ from tests.ops.moe.variants import COMBINE_VARIANTS, VARIANTS
 from tileweave import Plan, TokenRoute
 from tileweave.ops.contract import Like, Site
 from tileweave.ops.moe import combine_launch
-from tileweave.ops.moe.check import choose, choose_combine
+from tileweave.ops.moe.check import choose, choose_combine, combine_problem_of
 from tileweave.ops.moe.launch import fused
 from tileweave.ops.moe.routing import Experts, Lists
 
@@ -47,7 +47,9 @@ def combine_report(dtype, world, weighted, transposed, tiling, core="wgmma") -> 
     if tiling is not None:
         tile, stages, *more = tiling
         plan = Plan("register", "inter_sm" if more else "intra_sm", tile, stages, 1, *more, core=core)
-    plan = choose_combine(Site.of(fabric), h.shape[0], Like.of(w), plan).plan
+    site = Site.of(fabric)
+    problem = combine_problem_of(site, Like.of(w), 16 * world, 1024, 2)
+    plan = choose_combine(site, h.shape[0], Like.of(w), problem, plan).plan
     r = route_of(world, meta(1024, dtype=torch.float32) if weighted else None)
     lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes
     combine_launch.fused(fabric, h, w, *lists, plan)

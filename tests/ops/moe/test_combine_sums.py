@@ -12,8 +12,10 @@ from tests.ops.moe.test_combine import plan as by_choice
 from tests.ops.moe.test_dispatch import KINDS
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
+from tileweave.fabric import Fabric
 from tileweave.ops.descriptors import parallel_view
 from tileweave.ops.matmul_reduce_scatter import relative_error
+from tileweave.planner import moe_combine
 
 
 def plan(tile=(64, 64, 64), stages=2, comm_sms=1):
@@ -56,6 +58,22 @@ def test_rows_over_capacity_count_as_zero_and_no_timing_shows():
             outs.append(world.run(rank_program))
     for (fused, unfused), (again, _) in zip(*outs, strict=True):
         assert unfused.any() and relative_error(fused, unfused.float()) <= 0.02 and torch.equal(fused, again)
+
+
+def test_the_planner_takes_them_on_all_ranks_where_it_predicts_them_to_be_faster(monkeypatch):
+    """Whatever each has of tokens and experts: here it is made to believe in a link, and in any gain at all."""
+    monkeypatch.setattr(Fabric, "linked", True)
+    monkeypatch.setattr(moe_combine, "MARGIN", 0.0)
+    moe_combine.summing.cache_clear()
+    p = problem([30, 0], 5, 3, 72, 72)
+    try:
+        with tw.virtual_world(2, device="cpu", sms=3) as world:
+            told = world.run(lambda rank, group: explained(p, rank))
+            outs = world.run(lambda rank, group: back(p, rank, group, None))
+    finally:
+        moe_combine.summing.cache_clear()
+    assert [route.plan.schedule for route in told] == ["inter_sm"] * 2 and "sum of its own" in told[0].reason
+    assert_right(outs, truth(p, gated=False))
 
 
 @pytest.mark.parametrize("chosen", [plan(), by_choice()], ids=["sums", "rows"])

@@ -73,7 +73,7 @@ def test_fake_tensors_have_the_results_shapes():
             assert y.shape == (30, 16) and y.dtype == torch.half
             down = torch.zeros(4, 16, 24).half()
             out = ops.moe_matmul_combine.default(
-                y, down, weight, offsets, row_slot, row_home, token_slot, home, 6, 18, name, ""
+                y, down, weight, offsets, row_slot, row_home, token_slot, home, 6, 18, 8, name, ""
             )
             assert out.shape == (6, 24) and out.dtype == torch.half
 
@@ -94,5 +94,5 @@ def test_the_operators_keep_pytorchs_rules():
     lists = r.offsets, r.row_slot, r.token_slot, row_first, sends, bounds, 4, r.slots
     loose = dict(atol=1e-1, rtol=1e-1)
     torch.library.opcheck(ops.moe_dispatch_matmul.default, (x, w, gate, *lists, 20, False, name, ""), **loose)
-    lists = r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes
+    lists = r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes, 4
     torch.library.opcheck(ops.moe_matmul_combine.default, (h, down, weight, *lists, name, ""), **loose)

@@ -10,15 +10,13 @@ from tileweave.ops.moe.kernel import STEPS
 from tileweave.ops.moe.routing import Experts, TokenRoute
 from tileweave.ops.route import Route, fallback
 from tileweave.planner import H200, Hardware, Plan
+from tileweave.planner import moe_combine as combining
 from tileweave.planner.moe import (
     DispatchProblem,
     GroupedProblem,
-    combine_plan_for,
     dispatch_plan_for,
     placers_of,
-    uncombinable,
     unfusable,
-    unsupported_combine,
     unsupported_dispatch,
 )
 
@@ -172,17 +170,27 @@ def check_combine(h: Any, w: Any, route: Any, world: int, plan: Any) -> None:
         )
 
 
-def choose_combine(site: Site, rows: int, w: Like, plan: Plan | None, hardware: Hardware = H200) -> Route:
+def combine_problem_of(site: Site, w: Like, experts: int, homes: int, topk: int) -> combining.Problem:
+    """A way back as the planner sees it, the same on all ranks: of so many experts of the group, and with so many homes
+    on the rank with most, `topk` for each token."""
+    most = Experts(experts, site.world).most
+    tokens, sms = -(-homes // topk), site.usable(0)
+    return combining.Problem(site.world, most, w.shape[2], w.shape[1], tokens, topk, sms, site.linked, site.cores)
+
+
+def choose_combine(
+    site: Site, rows: int, w: Like, problem: combining.Problem, plan: Plan | None, hardware: Hardware = H200
+) -> Route:
     """The path of a matmul of so many rows + combine, the same on all ranks; ValueError if it cannot follow the plan.
-    hardware: that of the planner, if not an H200."""
-    if plan is not None and (why := unsupported_combine(site.usable(0), site.cores, plan, hardware)):
+    problem: see `combine_problem_of`; hardware: that of the planner, if not an H200."""
+    if plan is not None and (why := combining.unsupported(problem, plan, hardware)):
         raise ValueError(f"{COMBINE}: {why}")
-    refusal = out_of_reach(site, w.device, "h") or uncombinable(site.world, w.shape[2], w.shape[1])
+    refusal = out_of_reach(site, w.device, "h") or combining.unfusable(problem)
     if refusal:
         return fallback(COMBINE, refusal, "grouped_matmul, then rows by the group's all-to-all", plan, site.backend)
-    problem = GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], site.usable(0), site.cores)
-    found = site.measured(COMBINE, replace(problem, rows=0)) if plan is None else None
-    made = plan or (found.plan if found else combine_plan_for(problem, hardware))
+    own = GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], problem.sms, site.cores)
+    found = site.measured(COMBINE, replace(problem, tokens=0)) if plan is None else None
+    made = plan or (found.plan if found else combining.plan_for(problem, own, hardware))
     return Route(COMBINE, site.backend, True, made.reason, made, measured_us=found.measured_us if found else None)
 
 

@@ -11,6 +11,7 @@ from tileweave.ops.moe.check import (
     check_rows,
     choose,
     choose_combine,
+    combine_problem_of,
 )
 from tileweave.ops.moe.combine_operator import OPERATOR as COMBINE
 from tileweave.ops.moe.operator import OPERATOR as DISPATCH
@@ -125,8 +126,9 @@ def moe_matmul_combine(
         w: `[E_local, I, H]`, dtype and device of h, this rank's experts, as `grouped_matmul` takes them.
         route, group: as in `moe_combine`.
         plan: a `Plan` to use instead of the planner's: tile and stages, which may differ between ranks, and schedule,
-            which may not. "intra_sm", the planner's, sends each row by itself; "inter_sm" has `comm_sms` SMs that sum a
-            token's rows at a rank first, and sends one.
+            which may not. "intra_sm" sends each row by itself; "inter_sm" has `comm_sms` SMs that sum a token's rows at
+            a rank first, and sends one: the planner's between GPUs that link, where it predicts that to be clearly
+            faster, no GPU having timed it.
 
     Returns:
         `[T, H]` of h's dtype, on the current stream: `moe_combine(grouped_matmul(h, w, route.offsets), route)`,
@@ -147,7 +149,7 @@ def moe_matmul_combine(
     check_combine(h, w, route, group_size(name), plan)
     return COMBINE(
         h, w, route.row_weight, route.offsets, route.row_slot, route.row_home, route.token_slot, route.home,
-        route.slots, route.homes, name, "" if plan is None else plan.to_json(),
+        route.slots, route.homes, route.totals.shape[0], name, "" if plan is None else plan.to_json(),
     )  # fmt: skip
 
 
@@ -164,7 +166,9 @@ def explain_combine(h, w, route, group=None, *, plan=None) -> Route:
     h, w = _cast(h, w)
     fabric = fabric_of(_group_of(route, group), getattr(h, "device", None))
     check_combine(h, w, route, fabric.world_size, plan)
-    return choose_combine(Site.of(fabric), h.shape[0], Like(w.shape, w.dtype, w.device), plan)
+    site, like = Site.of(fabric), Like(w.shape, w.dtype, w.device)
+    problem = combine_problem_of(site, like, route.totals.shape[0], route.homes, route.home.shape[1])
+    return choose_combine(site, h.shape[0], like, problem, plan)
 
 
 def explain_dispatch(x, topk_index, w, group=None, *, topk_weight=None, capacity=None, activation=None, w_gate=None,
