@@ -262,6 +262,9 @@ def test_json_and_table(capsys):
     assert main(["plan", "matmul_all_reduce", "--gpu", "h100", "--shape", "m=4096"]) == 0
     table = capsys.readouterr().out
     assert "runner-up" in table and "rejected" in table and told["plan"]["reason"] in table
+    row = next(line for line in table.splitlines() if line.startswith("plan "))
+    tile = "x".join(map(str, told["plan"]["tile"]))
+    assert row.split()[3:5] == [tile, str(told["plan"]["stages"])]
 
 
 def test_the_timeline_is_a_picture(tmp_path):

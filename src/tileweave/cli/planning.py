@@ -71,13 +71,14 @@ def _show_answer(console: Console, decision: Decision) -> None:
     if decision.plan is None:
         return
     table = Table(box=None, pad_edge=False, show_edge=False)
-    for head in ("", "mechanism", "schedule", "tile", "SMs that communicate", "us"):
-        table.add_column(head, justify="right" if head.endswith(("communicate", "us")) else "left")
+    for head in ("", "mechanism", "schedule", "tile", "stages", "SMs that communicate", "us"):
+        table.add_column(head, justify="right" if head.endswith(("stages", "communicate", "us")) else "left")
     runner_up = [("runner-up", decision.runner_up)] if decision.runner_up else []
     rows = [("plan", decision.plan), *runner_up, *(("rejected", each) for each in decision.rejected)]
     for name, each in rows:
-        tile = "x".join(map(str, each.tile)) if each.mechanism != "nccl" and each.tile[0] else "-"
-        cells = each.mechanism, each.schedule, tile, str(each.comm_sms), f"{each.predicted_us:.1f}"
+        tiled = each.mechanism != "nccl" and each.tile[0]
+        tile, stages = ("x".join(map(str, each.tile)), str(each.stages)) if tiled else ("-", "-")
+        cells = each.mechanism, each.schedule, tile, stages, str(each.comm_sms), f"{each.predicted_us:.1f}"
         table.add_row(f"[cyan]{name}[/]", *cells)
     console.print(table)
     for _, each in rows:
