@@ -9,6 +9,7 @@ FIRST and LAST are the ranks to start here, where others are started elsewhere.
 import gc
 import os
 import sys
+import time
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
@@ -335,6 +336,64 @@ def kernels_inside(rank):
     processes.NCCL_SMS, processes.by_nccl = left, joins
 
 
+def ranks_that_give_up(rank):
+    """A kernel that waited in vain in one node, then a transfer for a rank that does not come: all ranks of all nodes
+    are told of the same, long before the group's own timeout, and the next call works."""
+    with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
+        os.environ["TILEWEAVE_TIMEOUT"] = "2"
+        group = on_nodes("aabb")
+        if group is not None:
+            outer = ProcessFabric.of(group, device)
+            for told in (a_kernel_gives_up, a_transfer_gives_up):
+                nodes, start = outer.nodes, time.monotonic()
+                try:
+                    told(nodes, rank)
+                except tw.FabricTimeout as error:
+                    texts = outer.gather_values(str(error))
+                else:
+                    raise AssertionError("nobody told this rank")
+                assert set(texts) == {told.__doc__}, texts
+                assert time.monotonic() - start < 20
+                outer.check()  # it comes once
+                other = 1 - nodes.index
+                for seed in range(2):
+                    x = torch.full((8,), 10 * seed + rank)
+                    assert outer.nodes.exchange(x, other, other)().tolist() == [10 * seed + (rank + 2) % 4] * 8
+                assert outer.nodes is not nodes
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+            del group, outer, nodes
+            gc.collect()
+        del os.environ["TILEWEAVE_TIMEOUT"]
+        dist.barrier()
+
+
+def a_kernel_gives_up(nodes, rank):
+    """op: rank 0 of node 0 waited in vain for its flag 1: expected at least 7, last seen 6"""
+    nodes.inside.channel("op", 1 << 10, 0)
+    if rank == 0:
+        nodes.inside._ops["op"].told[:5] = [1, 1, 7, 6, 0]  # what its kernel writes
+        nodes.inside.check()
+    x = torch.full((8,), rank)
+    if rank == 1:
+        nodes.exchange(x, 1, 1)()  # which rank 3 has taken part in
+        time.sleep(1)
+        nodes.inside.check()  # though no kernel of its own has waited
+    nodes.exchange(x, 1 - nodes.index, 1 - nodes.index)()
+    nodes.gather(x)()
+
+
+def a_transfer_gives_up(nodes, rank):
+    """transfer between nodes: rank 1 of node 1 waited in vain for that of node 0"""
+    if rank == 1:
+        time.sleep(3)
+        nodes.inside.check()
+    nodes.exchange(torch.full((8,), rank), 1 - nodes.index, 1 - nodes.index)()
+    if rank != 3:
+        time.sleep(3)
+        nodes.inside.check()
+
+
 def ranks_that_disagree(rank):
     """In debug mode a `plan` that only one node gives, by which other pieces would go between nodes, is told."""
     os.environ["TILEWEAVE_DEBUG"] = "1"
@@ -372,7 +431,7 @@ def situations(ranks, device="cpu"):
     named["compiled"] = partial(composed, "ab", (compiled,))
     others = [uneven, groups_come_and_go, groups_of_ranks_in_many_groups]
     if device == "cpu":
-        others += [kernels_inside, ranks_that_disagree, a_measurement_beside_gloo]
+        others += [kernels_inside, ranks_that_give_up, ranks_that_disagree, a_measurement_beside_gloo]
     return named | ({each.__name__: each for each in others} if ranks >= 4 else {})
 
 
