@@ -100,6 +100,7 @@ class Fabric(ABC):
     `linked`      whether each rank has a GPU of its own, so that a link lies between any two
     `nccl`        whether, besides, the group's own collectives between GPUs are NCCL's
     `cores`       what its tensor cores can be told to do: "wgmma", "tcgen05"; the emulator does both
+    `memory_bytes` of the smallest GPU of a rank; 0 where there is none
     `tuned`       what `tileweave.tune` has measured for this group's calls; it outlives the fabric where that is short
     `debug`       whether `agree` compares the ranks' calls: debug mode when the fabric was made
     """
@@ -112,6 +113,7 @@ class Fabric(ABC):
     debug: bool
     linked: bool = False
     nccl: bool = False
+    memory_bytes: int = 0
     tuned: tuple[Any, ...] = ()
     cores: tuple[str, ...] = ("wgmma",)
 

@@ -31,7 +31,7 @@ from tileweave.fabric.base import (
     debug_mode,
 )
 from tileweave.fabric.bound import check_bound, workspace_bound
-from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank, tensor_cores
+from tileweave.fabric.capability import cuda_refusal, memory_bytes_of, multicast_refusal, sms_per_rank, tensor_cores
 from tileweave.fabric.distributed import DistributedFabric
 from tileweave.fabric.nodes import NCCL_SMS, Alarm, Nodes, by_nccl, forget_spread, node_name
 from tileweave.fabric.stamping import to_launch
@@ -64,7 +64,7 @@ class Facts:
 
     error: what is wrong with its settings, if anything; refusal: why it cannot take part, if so; machine, gpu:
     identities; timeout in seconds; debug: whether it asks for debug mode; multicast: why it must not use multicast, if
-    so; cores: those of its GPU.
+    so; cores, memory_bytes: those of its GPU.
     """
 
     error: str | None
@@ -76,6 +76,7 @@ class Facts:
     debug: bool
     multicast: str | None
     cores: list[str]
+    memory_bytes: int
 
 
 @dataclass
@@ -139,7 +140,7 @@ class ProcessFabric(DistributedFabric):
         self.timeout, self.bound = facts[0].timeout, facts[0].bound
         self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
-            self.cores = tuple(facts[0].cores)
+            self.cores, self.memory_bytes = tuple(facts[0].cores), min(fact.memory_bytes for fact in facts)
             sharing = max(Counter(fact.gpu for fact in facts).values())
             self.linked = sharing == 1
             self.nccl = self.linked and by_nccl(group)
@@ -460,8 +461,8 @@ def _facts(device: torch.device) -> Facts:
     refusal = process_refusal(device)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
     multicast = refusal or multicast_refusal(device)
-    cores = [] if refusal else list(tensor_cores(device))
-    return Facts(error, refusal, node_name(), gpu, timeout, bound, debug, multicast, cores)
+    cores, memory_bytes = ([], 0) if refusal else (list(tensor_cores(device)), memory_bytes_of(device))
+    return Facts(error, refusal, node_name(), gpu, timeout, bound, debug, multicast, cores, memory_bytes)
 
 
 def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:

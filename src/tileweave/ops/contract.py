@@ -5,13 +5,14 @@ no part in it.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from tileweave.fabric import MAX_RANKS, Fabric
-from tileweave.planner import H200, Plan
+from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.plan import AGREED
 from tileweave.planner.tiling import CORES
 from tileweave.planner.tuned import Tuned
@@ -129,6 +130,7 @@ class Site(NamedTuple):
     linked: bool = False
     nccl: bool = False
     cores: tuple[str, ...] = ("wgmma",)
+    memory_bytes: int = 0
     tuned: tuple[Tuned, ...] = ()
     nodes: int = 1
     inside: "Site | None" = None
@@ -141,7 +143,7 @@ class Site(NamedTuple):
             refusal = f"{refusal}; {fabric.uneven}"
         return cls(
             fabric.backend, fabric.world_size, fabric.sms, fabric.device, refusal, fabric.multicast_refusal(),
-            fabric.linked, fabric.nccl, fabric.cores, fabric.tuned,
+            fabric.linked, fabric.nccl, fabric.cores, fabric.memory_bytes, fabric.tuned,
             *((nodes.count, cls.of(nodes.inside)) if nodes else ()),
         )  # fmt: skip
 
@@ -149,10 +151,19 @@ class Site(NamedTuple):
         """What `tileweave.tune` has found for a problem of this group."""
         return next((each for each in self.tuned if each.op == op and each.problem == problem), None)
 
+    def on(self, hardware: Hardware) -> Hardware:
+        """A profile with the memory that the GPUs here have, where there are some."""
+        return _with_memory(hardware, self.memory_bytes) if self.memory_bytes else hardware
+
     def usable(self, max_sms: int) -> int:
         """SMs of a kernel that takes `max_sms` of a rank at most; 0 stands for all."""
         sms = self.sms or H200.sms
         return min(sms, max_sms) if max_sms else sms
+
+
+@lru_cache(maxsize=64)
+def _with_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
+    return replace(hardware, memory_bytes=memory_bytes)
 
 
 def out_of_reach(site: Site, device: torch.device, name: str = "a", cores: tuple[str, ...] = CORES) -> str | None:

@@ -146,10 +146,11 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
     if site.inside is not None and not call.local:
         inside, cut = choose(site.inside, call, device, plan, hardware), rows_over_nodes(call, site.nodes)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
+    hardware = site.on(hardware)
     refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and (why := unsupported(problem, plan, hardware) or impossible(site, plan)):

@@ -107,9 +107,10 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
     if site.inside is not None and call.m and call.n:
         return _over_nodes(site, site.inside, call, device, plan, hardware)
+    hardware = site.on(hardware)
     refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
     if plan is not None and plan.mechanism == "multimem" and site.unicast:

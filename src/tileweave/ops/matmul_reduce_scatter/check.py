@@ -126,13 +126,14 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
     if site.inside is not None and call.rows and call.n and not call.blocks:  # scales of blocks are not cut
         ordered = call.deterministic or site.inside.world == 2
         cut = columns_over_nodes(call, site.nodes)
         inner = replace(call, m=call.m // site.nodes, n=cut[0].stop, bias=False, deterministic=ordered)
         inside = choose(site.inside, inner, device, plan, hardware)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
+    hardware = site.on(hardware)
     cores = BLOCKS_CORES if call.blocks else CORES
     refusal = out_of_reach(site, device, cores=cores) or unaddressable(call)
     problem = problem_of(site, call)
