@@ -82,11 +82,13 @@ class Alarm:
 @dataclass(frozen=True)
 class Nodes:
     """A group on several nodes as one rank sees it. inside: the fabric of this node's ranks; its kernels leave SMs to
-    NCCL, where that joins the nodes. alarm: None where `inside` has no kernels, and nothing but the process group's
-    timeout bounds a wait."""
+    NCCL, where that joins the nodes. sites: what decides on plans inside each node, the same on all ranks, by name as
+    in Fabric; () where nothing can differ. alarm: None where `inside` has no kernels, and nothing but the process
+    group's timeout bounds a wait."""
 
     inside: "Fabric"
     across: dist.ProcessGroup
+    sites: tuple[dict[str, Any], ...] = ()
     alarm: Alarm | None = None
 
     @property

@@ -184,7 +184,12 @@ class ProcessFabric(DistributedFabric):
         if inside.sms and by_nccl(spread.across):
             inside.sms = max(inside.sms - NCCL_SMS, 1)
         inside._node, inside._alarm = spread.across.rank(), Alarm(spread.name)
-        return Nodes(inside, spread.across, inside._alarm)
+        mine = {
+            "backend": inside.backend, "refusal": inside.refusal(), "unicast": inside.multicast_refusal(),
+            "sms": inside.sms, "linked": inside.linked, "cores": inside.cores, "memory_bytes": inside.memory_bytes,
+        }  # fmt: skip
+        sites = self.gather_values(mine)[:: inside.world_size]
+        return Nodes(inside, spread.across, tuple(sites), inside._alarm)
 
     def refusal(self) -> str | None:
         return self._why

@@ -4,7 +4,7 @@ So a decision is made once and then found again, and all ranks come to the same 
 no part in it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -77,6 +77,13 @@ def check_plan(op: str, plan: Any) -> None:
         raise TypeError(f"{op}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
 
 
+def check_nodes(op: str, site: "Site", unfit: Callable[["Site"], str | None]) -> None:
+    """ValueError if calls inside some node cannot follow a plan, on all ranks, also those of nodes that could."""
+    for node, each in enumerate(site.every):
+        if why := unfit(each):
+            raise ValueError(f"{op}: on node {node}: {why}")
+
+
 def check_max_sms(op: str, max_sms: Any) -> None:
     """TypeError or ValueError unless it is a number of SMs or None."""
     if max_sms is None:
@@ -119,7 +126,7 @@ def check_scale(op: str, name: str, scale: Like | None, each: tuple[int, int], a
 class Site(NamedTuple):
     """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`. unicast: why there are no
     multicast addresses, if so; nodes: how many there are, if ops are composed over them, else 1; inside: then the site
-    of calls inside one."""
+    of calls inside this one, and `every` those inside each, where they may differ."""
 
     backend: str
     world: int
@@ -134,6 +141,7 @@ class Site(NamedTuple):
     tuned: tuple[Tuned, ...] = ()
     nodes: int = 1
     inside: "Site | None" = None
+    every: "tuple[Site, ...]" = ()
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Site":
@@ -141,11 +149,15 @@ class Site(NamedTuple):
         nodes, refusal = fabric.nodes, fabric.refusal()
         if refusal and fabric.uneven:
             refusal = f"{refusal}; {fabric.uneven}"
-        return cls(
+        site = cls(
             fabric.backend, fabric.world_size, fabric.sms, fabric.device, refusal, fabric.multicast_refusal(),
             fabric.linked, fabric.nccl, fabric.cores, fabric.memory_bytes, fabric.tuned,
-            *((nodes.count, cls.of(nodes.inside)) if nodes else ()),
         )  # fmt: skip
+        if nodes is None:
+            return site
+        inside = cls.of(nodes.inside)
+        every = tuple(inside._replace(**{**each, "cores": tuple(each["cores"])}) for each in nodes.sites)
+        return site._replace(nodes=nodes.count, inside=inside, every=every)
 
     def measured(self, op: str, problem: Any) -> Tuned | None:
         """What `tileweave.tune` has found for a problem of this group."""
