@@ -133,7 +133,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
 def problem_of(site: Site, call: Call) -> Problem | None:
     """A call as the planner sees it, on the rank that has most to do; None if no tile has its heads."""
     s, dim = call.shape, padded_dim(call.shape.dim)
-    if dim is None:
+    if not dim:
         return None
     zigzag = call.placement == "zigzag"
     keys = s.kv_rows * (site.world if not call.causal else site.world / 2 if zigzag else site.world - 0.5)

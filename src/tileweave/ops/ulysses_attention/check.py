@@ -135,7 +135,7 @@ def blocks_at_most(world: int) -> int:
 def problem_of(site: Site, call: Call) -> Problem | None:
     """A call as the planner sees it; None if no tile has its heads."""
     s, dim = call.shape, padded_dim(call.shape.dim)
-    if dim is None or dim > WIDEST:
+    if not dim or dim > WIDEST:
         return None
     keys = s.kv_rows * (site.world / 2 if call.causal else site.world)
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
