@@ -148,6 +148,7 @@ class Nodes:
         while not work.is_completed():
             with suppress(RuntimeError):  # it takes longer, or has failed, of which the caller's wait tells
                 work.wait(LOOK)
+                return
             failed = alarm.heard()
             if failed is None and time.monotonic() > end:
                 failed = FabricTimeout(TRANSFER, inside.rank, source, 0, 0, self.index)
