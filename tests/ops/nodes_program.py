@@ -380,7 +380,7 @@ def ranks_that_give_up(rank):
             for told in (a_kernel_gives_up, a_transfer_gives_up):
                 nodes, start = outer.nodes, time.monotonic()
                 try:
-                    told(nodes, rank)
+                    told(outer, nodes, rank)
                 except tw.FabricTimeout as error:
                     texts = outer.gather_values(str(error))
                 else:
@@ -401,9 +401,10 @@ def ranks_that_give_up(rank):
         dist.barrier()
 
 
-def a_kernel_gives_up(nodes, rank):
+def a_kernel_gives_up(outer, nodes, rank):
     """op: rank 0 of node 0 waited in vain for its flag 1: expected at least 7, last seen 6"""
     nodes.inside.channel("op", 1 << 10, 0)
+    outer.rendezvous()
     if rank == 0:
         nodes.inside._ops["op"].told[:5] = [1, 1, 7, 6, 0]  # what its kernel writes
         nodes.inside.check()
@@ -416,8 +417,9 @@ def a_kernel_gives_up(nodes, rank):
     nodes.gather(x)()
 
 
-def a_transfer_gives_up(nodes, rank):
+def a_transfer_gives_up(outer, nodes, rank):
     """transfer between nodes: rank 1 of node 1 waited in vain for that of node 0"""
+    outer.rendezvous()
     if rank == 1:
         time.sleep(3)
         nodes.inside.check()
