@@ -395,6 +395,27 @@ def test_nobody_listens(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_the_version_takes_no_pytorch():
+    told = "import sys, tileweave_command as it; code = it.main(); sys.exit(code or 'torch' in sys.modules)"
+    for word in ("version", "--version"):
+        ran = start("-c", told, word)
+        assert (ran.returncode, ran.stdout) == (0, f"{tileweave.__version__}\n"), ran.stderr
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_interrupt_of_the_work(options, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tileweave.cli.app.run_job", interrupted)
+    assert main(["run", OP, *SMALL, *options]) == 130
+    told = capsys.readouterr()
+    if options:
+        assert json.loads(told.out) == {"error": "interrupted", "ok": False}
+    else:
+        assert told.err.strip() == "tileweave: interrupted"
+
+
 def test_an_interrupt_while_the_package_is_imported(monkeypatch, capsys):
     class Importing:
         def __getattr__(self, name):

@@ -15,8 +15,8 @@ from tileweave.ops.ulysses_attention import ulysses_attention
 from tileweave.plan import plan
 from tileweave.planner import Plan
 from tileweave.tune import tune
+from tileweave_command import __version__
 
-__version__ = "0.1.0"
 __all__ = [
     "FabricTimeout",
     "Plan",

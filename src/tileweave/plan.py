@@ -65,6 +65,7 @@ def plan(
         raise TypeError(f"plan: gpu must be the name of a profile or of a file, got {gpu!r}")
     hardware = profile(gpu if gpu is not None else here() if group is None else H200.name)
     site = _site(op, group, hardware, ranks)
+    hardware = site.on(hardware)
     check_shares("plan", op, sizes, site.world)
     name = str(dtype).removeprefix("torch.")
     asked = Question(op, hardware, site.world, sizes, name, site.sms or hardware.sms, workspace_bound())

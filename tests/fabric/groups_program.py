@@ -100,7 +100,7 @@ def a_fork_of_a_process_that_has_run_a_world(rank):
 
 
 @contextlib.contextmanager
-def gpus_by_a_fake_driver(visible):
+def gpus_by_a_fake_driver(visible, sms=8, gib=64):
     """Processes that think they have GPUs, of which this one sees those in `visible`, in this order, as cuda:0 on."""
     driver, bindings, package = Driver(), types.ModuleType("cuda.bindings"), types.ModuleType("cuda")
     bindings.driver = driver
@@ -108,7 +108,8 @@ def gpus_by_a_fake_driver(visible):
     from tileweave.fabric import peer_memory
 
     zeros, device = torch.zeros, torch.device("cpu")
-    properties = types.SimpleNamespace(uuid=visible[0], multi_processor_count=8, major=9, minor=0)
+    numbers = dict(multi_processor_count=sms, major=9, minor=0, total_memory=gib << 30)
+    properties = types.SimpleNamespace(uuid=visible[0], **numbers)
     fakes = [
         (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
         (torch.cuda, "synchronize", lambda *_: None),
@@ -156,10 +157,11 @@ def permuted_devices(rank):
     """Every rank calls its GPU cuda:0; whether ranks share one is told by the GPU, not by its number."""
     gpus = [f"gpu {i}" for i in range(RANKS)]
     for visible, sharing in ((gpus[rank:] + gpus[:rank], 1), ([gpus[rank // 2]], 2)):
-        with gpus_by_a_fake_driver(visible) as device:
+        with gpus_by_a_fake_driver(visible, gib=5 + rank) as device:
             group = dist.new_group(list(range(RANKS)))
             fabric = ProcessFabric.of(group, device)
             assert fabric.refusal() is None and fabric.linked == (sharing == 1) and fabric.sms == 8 // sharing
+            assert fabric.memory_bytes == 5 << 30  # of the smallest GPU
             dist.barrier()
             dist.destroy_process_group(group)
 

@@ -120,7 +120,9 @@ def test_what_only_hopper_multiplies_falls_back():
 
 
 def test_ranks_on_gpus_of_two_kinds_fall_back():
-    facts = [Facts(None, None, "machine", f"gpu {i}", 1.0, None, False, None, [core]) for i, core in enumerate(CORES)]
+    facts = [
+        Facts(None, None, "machine", f"gpu {i}", 1.0, None, False, None, [core], 1) for i, core in enumerate(CORES)
+    ]
     why = "the ranks' GPUs are of several kinds, which multiply by tcgen05 and wgmma; a group has one"
     assert ProcessFabric._disagreement(facts) == why
     assert ProcessFabric._disagreement(facts[:1] * 2) is None

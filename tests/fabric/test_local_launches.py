@@ -39,6 +39,7 @@ def without_a_gpu(monkeypatch, enqueued):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: types.SimpleNamespace(total_memory=80 << 30))
     monkeypatch.setattr(variants, "launched_ahead", lambda kernel: False)
     monkeypatch.setattr(virtual, "enqueue", lambda compiled, *_: enqueued.append(compiled.name))
     return VirtualWorld(3, torch.device("cpu"), 4, 5.0)
@@ -50,7 +51,7 @@ def test_virtual_ranks_need_not_agree_on_them(monkeypatch):
 
     def body(rank, group):
         own = local_fabric(torch.device("cpu"))
-        assert own.world_size == 1 and own.sms == 4
+        assert (own.world_size, own.sms, own.memory_bytes) == (1, 4, 80 << 30)
         for _ in range(rank):  # rank 0 none, before the meeting and after it
             own.launch(local, 4, (), num_warps=1)
         fabric_of(group).launch(together, 4, (), num_warps=1)

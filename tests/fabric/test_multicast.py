@@ -200,7 +200,7 @@ def test_what_the_environment_says(install, monkeypatch, name, value, forbids):
 
 
 def facts(gpu, multicast=None):
-    return Facts(None, None, "machine", gpu, 1.0, None, False, multicast, ["wgmma"])
+    return Facts(None, None, "machine", gpu, 1.0, None, False, multicast, ["wgmma"], 1)
 
 
 @pytest.mark.parametrize(

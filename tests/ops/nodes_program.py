@@ -9,6 +9,8 @@ FIRST and LAST are the ranks to start here, where others are started elsewhere.
 import gc
 import os
 import sys
+import time
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
@@ -28,9 +30,11 @@ from tileweave.bench import nodes as bench
 from tileweave.fabric import fabric_of, processes
 from tileweave.fabric.nodes import Nodes
 from tileweave.fabric.processes import ProcessFabric
+from tileweave.ops.all_gather_matmul import check as gather_check
 from tileweave.ops.all_gather_matmul import reference as gathered_product
 from tileweave.ops.collectives import reference as collective
 from tileweave.ops.contract import Like, Site
+from tileweave.ops.matmul_all_reduce import check as reduce_check
 from tileweave.ops.matmul_reduce_scatter import reference, relative_error, tolerance
 from tileweave.ops.matmul_reduce_scatter.check import settle
 
@@ -335,6 +339,96 @@ def kernels_inside(rank):
     processes.NCCL_SMS, processes.by_nccl = left, joins
 
 
+def plans_that_one_node_cannot_follow(rank):
+    """Its GPUs have fewer SMs: all ranks are told, not only its own."""
+    with gpus_by_a_fake_driver([f"gpu {rank}"], 8 if rank < 2 else 5) as device:
+        group = on_nodes("aabb")
+        if group is not None:
+            outer = ProcessFabric.of(group, device)
+            site = Site.of(outer)
+            assert [each.sms for each in site.every] == [8, 5] and site.inside == site.every[rank // 2]
+            a, b = (Like(torch.Size(shape), torch.bfloat16, device) for shape in ((512, 64), (64, 256)))
+            no, plan = (None, None, None), tw.Plan("tma", "inter_sm", (128, 128, 64), 3, comm_sms=4)
+            for call in (
+                lambda plan: settle(site, a, b, "sum", None, False, None, plan, 0),
+                lambda plan: gather_check.settle(site, a, (b,), (), False, plan, 0),
+                lambda plan: reduce_check.settle(site, a, b, *no, reduce_check.Options(False, 0.0, 0), plan),
+            ):
+                _, route = call(plan)
+                assert route.fused and route.inside.plan.comm_sms == 4
+                try:
+                    call(replace(plan, comm_sms=6))
+                except ValueError as error:
+                    assert "on node 1: plan.comm_sms=6" in str(error), error
+                else:
+                    raise AssertionError("a node with 5 SMs has 6 that communicate")
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+            del group, outer
+            gc.collect()
+        dist.barrier()
+
+
+def ranks_that_give_up(rank):
+    """A kernel that waited in vain in one node, then a transfer for a rank that does not come: all ranks of all nodes
+    are told of the same, long before the group's own timeout, and the next call works."""
+    with gpus_by_a_fake_driver([f"gpu {rank}"]) as device:
+        os.environ["TILEWEAVE_TIMEOUT"] = "2"
+        group = on_nodes("aabb")
+        if group is not None:
+            outer = ProcessFabric.of(group, device)
+            for told in (a_kernel_gives_up, a_transfer_gives_up):
+                nodes, start = outer.nodes, time.monotonic()
+                try:
+                    told(outer, nodes, rank)
+                except tw.FabricTimeout as error:
+                    texts = outer.gather_values(str(error))
+                else:
+                    raise AssertionError("nobody told this rank")
+                assert set(texts) == {told.__doc__}, texts
+                assert time.monotonic() - start < 20
+                outer.check()  # it comes once
+                other = 1 - nodes.index
+                for seed in range(2):
+                    x = torch.full((8,), 10 * seed + rank)
+                    assert outer.nodes.exchange(x, other, other)().tolist() == [10 * seed + (rank + 2) % 4] * 8
+                assert outer.nodes is not nodes
+            dist.barrier(group)
+            dist.destroy_process_group(group)
+            del group, outer, nodes
+            gc.collect()
+        del os.environ["TILEWEAVE_TIMEOUT"]
+        dist.barrier()
+
+
+def a_kernel_gives_up(outer, nodes, rank):
+    """op: rank 0 of node 0 waited in vain for its flag 1: expected at least 7, last seen 6"""
+    nodes.inside.channel("op", 1 << 10, 0)
+    outer.rendezvous()
+    if rank == 0:
+        nodes.inside._ops["op"].told[:5] = [1, 1, 7, 6, 0]  # what its kernel writes
+        nodes.inside.check()
+    x = torch.full((8,), rank)
+    if rank == 1:
+        nodes.exchange(x, 1, 1)()  # which rank 3 has taken part in
+        time.sleep(1)
+        nodes.inside.check()  # though no kernel of its own has waited
+    nodes.exchange(x, 1 - nodes.index, 1 - nodes.index)()
+    nodes.gather(x)()
+
+
+def a_transfer_gives_up(outer, nodes, rank):
+    """transfer between nodes: rank 1 of node 1 waited in vain for that of node 0"""
+    outer.rendezvous()
+    if rank == 1:
+        time.sleep(3)
+        nodes.inside.check()
+    nodes.exchange(torch.full((8,), rank), 1 - nodes.index, 1 - nodes.index)()
+    if rank != 3:
+        time.sleep(3)
+        nodes.inside.check()
+
+
 def ranks_that_disagree(rank):
     """In debug mode a `plan` that only one node gives, by which other pieces would go between nodes, is told."""
     os.environ["TILEWEAVE_DEBUG"] = "1"
@@ -372,7 +466,13 @@ def situations(ranks, device="cpu"):
     named["compiled"] = partial(composed, "ab", (compiled,))
     others = [uneven, groups_come_and_go, groups_of_ranks_in_many_groups]
     if device == "cpu":
-        others += [kernels_inside, ranks_that_disagree, a_measurement_beside_gloo]
+        others += [
+            kernels_inside,
+            plans_that_one_node_cannot_follow,
+            ranks_that_give_up,
+            ranks_that_disagree,
+            a_measurement_beside_gloo,
+        ]
     return named | ({each.__name__: each for each in others} if ranks >= 4 else {})
 
 

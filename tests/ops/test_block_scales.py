@@ -161,8 +161,17 @@ def test_hopper_dequantizes():
             "scale_a must have 1024 values, those of 256 x 4 in blocks of 128 x 4",
         ),
         (dict(plan=Plan()), "plan.core='wgmma': the kernel has 'tcgen05' here"),
-        (dict(plan=plan(tile=(128, 256, 128))), "needs 576 columns of tensor memory, an SM has 512"),
-        (dict(plan=plan(tile=(128, 64, 128))), "lie together for 128 columns, so a tile has 128"),
+        (
+            dict(plan=plan(tile=(128, 256, 128))),
+            "plan.tile[1]=256: with scales in blocks so wide a tile needs 576 columns of tensor memory, an SM has 512; "
+            "128 would do",
+        ),
+        (
+            dict(plan=plan(tile=(128, 64, 128))),
+            "plan.tile[1]=64: with scales in blocks, which lie together for 128 columns, a tile has 128 columns",
+        ),
+        (dict(plan=plan(tile=(64, 128, 128))), "plan.tile[0]=64: tcgen05 has tiles of 128 rows"),
+        (dict(plan=plan(tile=(128, 128, 64))), "plan.tile[2]=64: rows and columns are 64, 128 or 256, the K step 128"),
         (dict(bias=torch.zeros(136)), "bias must be [136] of torch.bfloat16"),
     ],
 )
@@ -183,5 +192,5 @@ def test_float4_needs_its_scales():
     a, b, scales, _ = operands(1, 16, 16, 64, FP4)
     with pytest.raises(ValueError, match=r"scale_a of torch\.float4_e2m1fn_x2 in blocks must be torch\.float8_e4m3fn"):
         tw.matmul_reduce_scatter(a[0], b[0])
-    with pytest.raises(ValueError, match="K = 40 values are no whole blocks of 16"):
+    with pytest.raises(ValueError, match=r"K = 40 values are no whole blocks of 16 .*; 32 or 48 would be"):
         tw.matmul_reduce_scatter(a[0][:, :20], b[0][:20], scale_a=scales[0][0], scale_b=scales[0][1])

@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.ops.nodes_program import situations
 from tileweave.bench.nodes import ADDRESSES, PORT, namespaces
-from tileweave.fabric.nodes import unevenness
+from tileweave.fabric.nodes import Nodes, unevenness
 from tileweave.ops.nodes import cut_for, gathered, padded, pieces, reduced, scattered
 
 PROGRAM = [sys.executable, "-m", "tests.ops.nodes_program"]
@@ -96,6 +97,52 @@ def test_what_is_composed():
     assert "the nodes have 3 and 1 ranks" in unevenness("aaab")
     assert "the nodes have 1, 2 and 1 ranks" in unevenness("abbc")
     assert "not one behind the other" in unevenness("abab")
+
+
+class Work:
+    """A transfer that is done after so many looks, and who must not be asked before."""
+
+    def __init__(self, looks):
+        self.looks = looks
+
+    def is_completed(self):
+        return self.looks < 1
+
+    def wait(self, timeout=None):
+        if timeout is not None and self.looks > 1:
+            self.looks -= 1
+            raise RuntimeError("it takes longer")
+        self.looks = 0
+
+    def heard(self):
+        assert self.looks, "asked without need"
+        self.asked = True
+
+
+@pytest.mark.parametrize(("looks", "asked"), [(0, False), (1, False), (3, True)])
+def test_the_store_is_asked_only_while_a_transfer_takes_long(looks, asked):
+    work = Work(looks)
+    nodes = Nodes(SimpleNamespace(timeout=60.0, world_size=2), Group(), alarm=work)
+    assert nodes._after(work, torch.ones(2), torch.ones(2))().tolist() == [1, 1]
+    assert hasattr(work, "asked") == asked and work.looks == 0
+
+
+def test_the_host_waits_for_no_transfer_of_nccl(monkeypatch):
+    monkeypatch.setattr("tileweave.fabric.nodes.by_nccl", lambda group: True)
+    work = Work(2)
+    monkeypatch.setattr(work, "is_completed", lambda: pytest.fail("the host looks whether it is done"))
+    nodes = Nodes(SimpleNamespace(timeout=60.0, world_size=2), Group(), alarm=work)
+    nodes._after(work, torch.ones(2), SimpleNamespace(is_cuda=True))()
+
+
+class Group:
+    """The ranks of one place on two nodes, as the first sees them."""
+
+    def size(self):
+        return 2
+
+    def rank(self):
+        return 0
 
 
 class Told:

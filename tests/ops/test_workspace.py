@@ -15,7 +15,8 @@ from tileweave.checker.problems import PROBLEMS
 from tileweave.fabric import fabric_of
 from tileweave.fabric.bound import SETTING
 from tileweave.fabric.emulated import EmulatedFabric
-from tileweave.ops.plans import SIZES
+from tileweave.ops.contract import Site
+from tileweave.ops.plans import SIZES, contenders
 from tileweave.planner.tiling import part_rows
 from tileweave.tune import OPS, call_of
 
@@ -157,6 +158,29 @@ def test_what_plan_tells_is_what_the_fabric_makes(op, monkeypatch):
         for report, told in world.run(call):
             held = sum(channel["own"] for channel in report.values())
             assert 0 < told <= held < told + BEYOND
+
+
+@pytest.mark.parametrize("op", [op for op in PLANNED if op in OPS])
+def test_plans_that_do_not_fit_the_gpu_that_is_there(op):
+    """What the ranks' GPU has counts, not what a profile says."""
+    sizes = SIZES[op] | PLANNED[op]
+
+    def decide(rank, group):
+        return tw.plan(op, sizes, group=group), contenders(op, Site.of(fabric_of(group, "cpu")), sizes, torch.bfloat16)
+
+    with tw.virtual_world(RANKS, device="cpu") as world:
+        chosen, (_, plans) = world.run(decide)[0]
+        assert chosen.fused and plans
+        world.memory_bytes = chosen.workspace_bytes - 1
+        less, (_, fewer) = world.run(decide)[0]
+        world.memory_bytes = 1000
+        none, (_, nothing) = world.run(decide)[0]
+        plan = chosen.plan
+        with pytest.raises(ValueError, match="bytes on each rank, and the GPU has 1000 in all"):
+            world.run(lambda _, group: call_of(op, sizes, torch.bfloat16, fabric_of(group, "cpu"), group, plan=plan)())
+    assert less.plan is None or less.workspace_bytes < chosen.workspace_bytes
+    assert plan not in fewer and nothing == []
+    assert none.verdict == "fallback" and "larger than the 1000 bytes of the GPU" in none.reason
 
 
 def test_plans_that_do_not_fit_are_rejected_for_it(monkeypatch):

@@ -184,7 +184,7 @@ def _sized(options: Options, sizes: dict[str, int]) -> Options:
     if "capacity" in options:
         options["capacity"] = capacity(sizes)
     if "plan" in options and not options["plan"].tile[2]:
-        tile = *options["plan"].tile[:2], padded_dim(sizes["dim"]) or 0
+        tile = *options["plan"].tile[:2], padded_dim(sizes["dim"])
         options["plan"] = replace(options["plan"], tile=tile)
     return options
 

@@ -268,7 +268,10 @@ def _run(arguments: list[str]) -> int:
     """The exit code of a command. LostOutput where standard output cannot be written."""
     try:
         # Without standalone mode typer neither exits nor prints: errors come here, and so does the command's value.
-        return app(arguments or ["--help"], obj=arguments, standalone_mode=False) or 0
+        code = app(arguments or ["--help"], obj=arguments, standalone_mode=False) or 0
+        if code == INTERRUPTED:  # so newer releases of typer say it, others by typer.Abort
+            return _fail(arguments, "interrupted", INTERRUPTED)
+        return code
     except BadUsage as error:
         return _fail(arguments, str(error), BAD_USAGE)
     except _UsageError as error:

@@ -21,6 +21,7 @@ RECORD: int = lang.RECORD.value
 FLAGS = 448  # most ops' own 128, then two for each CTA; attention between ranks has them all
 BLOCK_WORDS = HEADER_WORDS + FLAGS
 STATE_WORDS = 512  # the epoch, the count of CTAs that are done, counters
+TRANSFER = "transfer between nodes"  # in place of an op
 MAX_RANKS = 126  # a flag for each peer among the 128
 Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
@@ -34,17 +35,21 @@ def debug_mode() -> bool:
 
 
 class FabricTimeout(RuntimeError):
-    """A kernel waited for a peer's flag longer than the world's timeout.
+    """A kernel waited for a peer's flag, or a transfer for another node, longer than the world's timeout.
 
-    Fields: `op` (the op whose channel it was), `rank` (that waited), `index` (of the flag), `expected` and `seen` (its
-    values). The results of the calls in flight are poisoned with NaN; the world can be used again.
+    Fields: `op` (the op whose channel it was, or TRANSFER), `rank` (that waited), `index` (of the flag), `expected` and
+    `seen` (its values), `node` (that the rank is on, of which it is then counted; None where there is but one). Of a
+    transfer `index` is the node that was waited for, -1 for any, and the values are 0. The results of the calls in
+    flight are poisoned with NaN, or, of several nodes, not there; the world can be used again.
     """
 
-    def __init__(self, op: str, rank: int, index: int, expected: int, seen: int):
-        self.op, self.rank, self.index, self.expected, self.seen = op, rank, index, expected, seen
-        super().__init__(
-            f"{op}: rank {rank} waited in vain for its flag {index}: expected at least {expected}, last seen {seen}"
-        )
+    def __init__(self, op: str, rank: int, index: int, expected: int, seen: int, node: int | None = None):
+        self.op, self.rank, self.index, self.expected, self.seen, self.node = op, rank, index, expected, seen, node
+        who = f"rank {rank}" if node is None else f"rank {rank} of node {node}"
+        what = f"its flag {index}: expected at least {expected}, last seen {seen}"
+        if op == TRANSFER:
+            what = "the others" if index < 0 else f"that of node {index}"
+        super().__init__(f"{op}: {who} waited in vain for {what}")
 
 
 @dataclass
@@ -95,6 +100,7 @@ class Fabric(ABC):
     `linked`      whether each rank has a GPU of its own, so that a link lies between any two
     `nccl`        whether, besides, the group's own collectives between GPUs are NCCL's
     `cores`       what its tensor cores can be told to do: "wgmma", "tcgen05"; the emulator does both
+    `memory_bytes` of the smallest GPU of a rank; 0 where there is none
     `tuned`       what `tileweave.tune` has measured for this group's calls; it outlives the fabric where that is short
     `debug`       whether `agree` compares the ranks' calls: debug mode when the fabric was made
     """
@@ -107,6 +113,7 @@ class Fabric(ABC):
     debug: bool
     linked: bool = False
     nccl: bool = False
+    memory_bytes: int = 0
     tuned: tuple[Any, ...] = ()
     cores: tuple[str, ...] = ("wgmma",)
 

@@ -81,6 +81,11 @@ def multicast_refusal(device: torch.device) -> str | None:
     return None if offers else f"{device} does not support multicast"
 
 
+def memory_bytes_of(device: torch.device) -> int:
+    """Bytes of memory of a CUDA device."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
 def sms_per_rank(ranks: int, device: torch.device, sms: int | None) -> int:
     """SMs of each of `ranks` that share a GPU: `sms`, or an equal share. ValueError if the GPU has too few."""
     total = torch.cuda.get_device_properties(device).multi_processor_count

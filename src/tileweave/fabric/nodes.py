@@ -5,12 +5,15 @@ use: `inside`, the ranks of its node, which kernels can join, and `across`, thos
 torch.distributed. With `each` ranks on a node, rank r is on node r // each and has the place r % each.
 """
 
+import json
 import os
 import secrets
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +22,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from tileweave.fabric.base import TRANSFER, FabricTimeout
 from tileweave.fabric.gathering import ALL_GATHER
 
 if TYPE_CHECKING:
     from tileweave.fabric.base import Fabric
+    from tileweave.fabric.processes import ProcessFabric
 
 NODE = "TILEWEAVE_NODE"
+LOOK = timedelta(seconds=0.1)  # between looks at the alarm
 NCCL_SMS = 16  # for NCCL between nodes, whose kernels need SMs of their own while ours wait for peers
 Pending = Callable[[], torch.Tensor]  # waits, on the current stream, and returns what has come
 _spreads: "weakref.WeakKeyDictionary[dist.ProcessGroup, Spread]" = weakref.WeakKeyDictionary()
@@ -39,20 +45,51 @@ def node_name() -> str:
 @dataclass(frozen=True)
 class Spread:
     """How a group lies on nodes. inside, across: see above, None where it is not composed; uneven: why it is not though
-    it is on several nodes."""
+    it is on several nodes; name: one that no other spread has had, the same on all ranks."""
 
     inside: dist.ProcessGroup | None = None
     across: dist.ProcessGroup | None = None
     uneven: str | None = None
+    name: str = ""
+
+
+class Alarm:
+    """What a rank that has given up tells all others of a group on several nodes, through the store of the job. The
+    first word counts. Only those who wait on the host, or are asked to `check`, look at it.
+
+    `over`: whether this rank has raised it. Then `across` is of no more use, as transfers that were started may still
+    wait there, and would be taken for those of later calls.
+    """
+
+    def __init__(self, name: str):
+        self._store = dist.PrefixStore(f"tileweave:{name}", c10d._get_default_store())
+        self.over = False
+
+    def tell(self, failed: FabricTimeout) -> None:
+        """Tell all others. Whoever cannot be told, as the store is gone, has its own timeout."""
+        fields = failed.op, failed.rank, failed.index, failed.expected, failed.seen, failed.node
+        with suppress(RuntimeError):
+            self._store.compare_set("gave up", "", json.dumps(fields))
+
+    def heard(self) -> FabricTimeout | None:
+        """What was told, if anything."""
+        with suppress(RuntimeError):
+            if self._store.check(["gave up"]):
+                return FabricTimeout(*json.loads(self._store.get("gave up")))
+        return None
 
 
 @dataclass(frozen=True)
 class Nodes:
     """A group on several nodes as one rank sees it. inside: the fabric of this node's ranks; its kernels leave SMs to
-    NCCL, where that joins the nodes."""
+    NCCL, where that joins the nodes. sites: what decides on plans inside each node, the same on all ranks, by name as
+    in Fabric; () where nothing can differ. alarm: None where `inside` has no kernels, and nothing but the process
+    group's timeout bounds a wait."""
 
     inside: "Fabric"
     across: dist.ProcessGroup
+    sites: tuple[dict[str, Any], ...] = ()
+    alarm: Alarm | None = None
 
     @property
     def count(self) -> int:
@@ -79,27 +116,44 @@ class Nodes:
         sent, taken = [0] * self.count, [0] * self.count
         sent[to] = taken[source] = x.numel() * x.element_size()
         work = dist.all_to_all_single(_bytes(come), _bytes(x), taken, sent, group=self.across, async_op=True)
-        return _after(work, come, x)
+        return self._after(work, come, x, source)
 
     def gather(self, x: torch.Tensor) -> Pending:
         """Start to gather the contiguous `x` of this place on all nodes, [nodes, *shape]. Collective in `across`."""
         come = x.new_empty(self.count, *x.shape)
         work = ALL_GATHER(_bytes(come), _bytes(x), group=self.across, async_op=True)
-        return _after(work, come, x)
+        return self._after(work, come, x)
 
     def all_reduce(self, x: torch.Tensor) -> Pending:
         """Start to sum the contiguous `x` of this place on all nodes, in place. Collective in `across`."""
-        return _after(dist.all_reduce(x, group=self.across, async_op=True), x, x)
+        return self._after(dist.all_reduce(x, group=self.across, async_op=True), x, x)
 
+    def _after(self, work: Any, come: torch.Tensor, kept: torch.Tensor, source: int = -1) -> Pending:
+        """`come`, once `work` is done, which reads `kept` and takes what the node `source` sends."""
+        on_host = not (kept.is_cuda and by_nccl(self.across))
 
-def _after(work: Any, come: torch.Tensor, kept: torch.Tensor) -> Pending:
-    """`come`, once `work` is done, which reads `kept`."""
+        def wait(_: torch.Tensor = kept) -> torch.Tensor:
+            if on_host and self.alarm is not None:
+                self._hold(work, source if self.count > 2 else 1 - self.index, self.alarm)
+            work.wait()
+            return come
 
-    def wait(_: torch.Tensor = kept) -> torch.Tensor:
-        work.wait()
-        return come
+        return wait
 
-    return wait
+    def _hold(self, work: Any, source: int, alarm: Alarm) -> None:
+        """Wait until `work` is done, or has failed. FabricTimeout, on all ranks, if one of them gives up before, or
+        that takes longer than a kernel would wait."""
+        inside: ProcessFabric = self.inside  # type: ignore[assignment]  # no other has an alarm
+        end = time.monotonic() + inside.timeout
+        while not work.is_completed():
+            with suppress(RuntimeError):  # it takes longer, or has failed, of which the caller's wait tells
+                work.wait(LOOK)
+                return
+            failed = alarm.heard()
+            if failed is None and time.monotonic() > end:
+                failed = FabricTimeout(TRANSFER, inside.rank, source, 0, 0, self.index)
+            if failed is not None and not work.is_completed():
+                inside.give_up(failed)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
@@ -118,6 +172,11 @@ def spread_of(group: dist.ProcessGroup, gather_values: Callable[[Any], list[Any]
             spread = Spread(uneven=uneven) if uneven else _divided(group, names, gather_values)
         _spreads[group] = spread
     return spread
+
+
+def forget_spread(group: dist.ProcessGroup) -> None:
+    """Let the next `spread_of` make new groups. The old ones, in which somebody may wait, go with `group`."""
+    _spreads.pop(group, None)
 
 
 def unevenness(names: Sequence[str]) -> str | None:
@@ -141,7 +200,7 @@ def _divided(group: dist.ProcessGroup, names: Sequence[str], gather_values: Call
     inside = _new_group(group, f"{token}:node:{node}", members[node * each : (node + 1) * each])
     across = _new_group(group, f"{token}:place:{place}", members[place::each], NCCL_SMS)
     weakref.finalize(group, _destroy, inside, across).atexit = False
-    return Spread(inside, across)
+    return Spread(inside, across, name=token)
 
 
 def _new_group(parent: dist.ProcessGroup, name: str, members: list[int], max_ctas: int = 0) -> dist.ProcessGroup:

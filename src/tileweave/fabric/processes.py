@@ -31,9 +31,9 @@ from tileweave.fabric.base import (
     debug_mode,
 )
 from tileweave.fabric.bound import check_bound, workspace_bound
-from tileweave.fabric.capability import cuda_refusal, multicast_refusal, sms_per_rank, tensor_cores
+from tileweave.fabric.capability import cuda_refusal, memory_bytes_of, multicast_refusal, sms_per_rank, tensor_cores
 from tileweave.fabric.distributed import DistributedFabric
-from tileweave.fabric.nodes import NCCL_SMS, Nodes, by_nccl, node_name
+from tileweave.fabric.nodes import NCCL_SMS, Alarm, Nodes, by_nccl, forget_spread, node_name
 from tileweave.fabric.stamping import to_launch
 from tileweave.fabric.variants import copy_beside, enqueue, load, variant_of
 
@@ -64,7 +64,7 @@ class Facts:
 
     error: what is wrong with its settings, if anything; refusal: why it cannot take part, if so; machine, gpu:
     identities; timeout in seconds; debug: whether it asks for debug mode; multicast: why it must not use multicast, if
-    so; cores: those of its GPU.
+    so; cores, memory_bytes: those of its GPU.
     """
 
     error: str | None
@@ -76,6 +76,7 @@ class Facts:
     debug: bool
     multicast: str | None
     cores: list[str]
+    memory_bytes: int
 
 
 @dataclass
@@ -103,6 +104,8 @@ class ProcessFabric(DistributedFabric):
     _made: ClassVar["weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, ProcessFabric]]"] = (
         weakref.WeakKeyDictionary()
     )
+    _node: int | None = None  # that these ranks are on, where the fabric is one inside a node, and what joins the nodes
+    _alarm: Alarm | None = None
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> "ProcessFabric":
@@ -137,7 +140,7 @@ class ProcessFabric(DistributedFabric):
         self.timeout, self.bound = facts[0].timeout, facts[0].bound
         self.debug = any(fact.debug for fact in facts)  # a meeting is for all or for none
         if self._why is None:
-            self.cores = tuple(facts[0].cores)
+            self.cores, self.memory_bytes = tuple(facts[0].cores), min(fact.memory_bytes for fact in facts)
             sharing = max(Counter(fact.gpu for fact in facts).values())
             self.linked = sharing == 1
             self.nccl = self.linked and by_nccl(group)
@@ -166,10 +169,13 @@ class ProcessFabric(DistributedFabric):
 
     @property
     def nodes(self) -> Nodes | None:
+        if self._nodes is not None and self._nodes.alarm is not None and self._nodes.alarm.over:
+            forget_spread(self.group)
+            self._nodes = self._on_nodes()
         return self._nodes
 
     def _on_nodes(self) -> Nodes | None:
-        """What `nodes` is; collective at the first use of a group."""
+        """What `nodes` is; collective at the first use of a group, and at the first one after a FabricTimeout."""
         spread = self._spread()
         if spread.inside is None or spread.across is None:
             return None
@@ -177,7 +183,13 @@ class ProcessFabric(DistributedFabric):
         inside.timeout, inside.bound = self.timeout, self.bound  # or one node would refuse a call that others make
         if inside.sms and by_nccl(spread.across):
             inside.sms = max(inside.sms - NCCL_SMS, 1)
-        return Nodes(inside, spread.across)
+        inside._node, inside._alarm = spread.across.rank(), Alarm(spread.name)
+        mine = {
+            "backend": inside.backend, "refusal": inside.refusal(), "unicast": inside.multicast_refusal(),
+            "sms": inside.sms, "linked": inside.linked, "cores": inside.cores, "memory_bytes": inside.memory_bytes,
+        }  # fmt: skip
+        sites = self.gather_values(mine)[:: inside.world_size]
+        return Nodes(inside, spread.across, tuple(sites), inside._alarm)
 
     def refusal(self) -> str | None:
         return self._why
@@ -248,6 +260,16 @@ class ProcessFabric(DistributedFabric):
         self.look()
         if self._failed is not None:
             self._raise()
+        if self._alarm is not None and not self._alarm.over and (failed := self._alarm.heard()):
+            self.give_up(failed)
+
+    def give_up(self, failed: FabricTimeout) -> NoReturn:
+        """Raise what a rank on another node has told, or a transfer from there, as if a kernel here had waited."""
+        with self._lock:
+            self._failed = failed = self._failed or failed
+        if self._alarm is not None:
+            self._alarm.tell(failed)
+        self._raise()
 
     def look(self) -> None:
         """Read what the kernels have told the host; touches no GPU."""
@@ -259,8 +281,10 @@ class ProcessFabric(DistributedFabric):
                 return
             time.sleep(0.01)  # other CTAs may still be writing the same record
             index, expected, seen, rank = told.told[1:5].tolist()
-            self._failed = FabricTimeout(told.channel.op, rank, index, expected, seen)
-            log.error("tileweave: %s", self._failed)
+            self._failed = failed = FabricTimeout(told.channel.op, rank, index, expected, seen, self._node)
+            log.error("tileweave: %s", failed)
+        if self._alarm is not None:
+            self._alarm.tell(failed)
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Bytes of peer memory by op: `own` is physical memory of this rank, `mapped` the range of addresses."""
@@ -287,6 +311,8 @@ class ProcessFabric(DistributedFabric):
                 else:
                     memories.close()
         assert failed is not None
+        if self._alarm is not None:
+            self._alarm.over = True
         raise failed
 
     def _memories(self) -> list[Memories]:
@@ -440,8 +466,8 @@ def _facts(device: torch.device) -> Facts:
     refusal = process_refusal(device)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if refusal is None else ""
     multicast = refusal or multicast_refusal(device)
-    cores = [] if refusal else list(tensor_cores(device))
-    return Facts(error, refusal, node_name(), gpu, timeout, bound, debug, multicast, cores)
+    cores, memory_bytes = ([], 0) if refusal else (list(tensor_cores(device)), memory_bytes_of(device))
+    return Facts(error, refusal, node_name(), gpu, timeout, bound, debug, multicast, cores, memory_bytes)
 
 
 def _close(ops: dict[str, Memories], captured: list[Memories], device: torch.device) -> None:

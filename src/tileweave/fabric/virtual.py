@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from tileweave.fabric.base import Abandoned, Channel, Copies, Outcome, Variant
-from tileweave.fabric.capability import tensor_cores
+from tileweave.fabric.capability import memory_bytes_of, tensor_cores
 from tileweave.fabric.emulated import reduce_rows
 from tileweave.fabric.meeting import Meeting
 from tileweave.fabric.stamping import to_launch
@@ -47,7 +47,7 @@ class VirtualWorld(World):
 
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         super().__init__(size, device, sms, timeout)
-        self.cores = tensor_cores(device)
+        self.cores, self.memory_bytes = tensor_cores(device), memory_bytes_of(device)
         self.meeting = self._new_meeting()
         self._streams = [torch.cuda.Stream(device) for _ in range(size)]
         self.beside = [torch.cuda.Stream(device) for _ in range(size)]  # for copies

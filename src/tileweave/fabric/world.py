@@ -60,6 +60,7 @@ class World(ABC):
 
     backend: str
     cores: tuple[str, ...]
+    memory_bytes = 0
 
     def __init__(self, size: int, device: torch.device, sms: int, timeout: float):
         self.size, self.device, self.sms, self.timeout = size, device, sms, timeout
@@ -172,7 +173,7 @@ class WorldFabric(Fabric):
     def __init__(self, world: World, rank: int):
         self.world, self.rank = world, rank
         self.backend, self.world_size, self.device, self.sms = world.backend, world.size, world.device, world.sms
-        self.cores, self.debug = world.cores, debug_mode()
+        self.cores, self.memory_bytes, self.debug = world.cores, world.memory_bytes, debug_mode()
 
     @property
     def tuned(self) -> tuple[Any, ...]:

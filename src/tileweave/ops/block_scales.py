@@ -34,17 +34,22 @@ def has_blocks(a: Like, scale: Like | None) -> bool:
 def check_block_scales(op: str, a: Like, b: Like, scale_a: Like | None, scale_b: Like | None) -> None:
     """ValueError unless both are scales of blocks along K of a [M, K] and b [K, N], in a's elements, beside a."""
     kind, (m, k), n = KINDS[a.dtype], a.shape, b.shape[1]
-    if k * kind.packed % kind.block:
-        raise ValueError(f"{op}: K = {k * kind.packed} values are no whole blocks of {kind.block} that share a scale")
+    values = k * kind.packed
+    if values % kind.block:
+        below = values - values % kind.block
+        raise ValueError(
+            f"{op}: K = {values} values are no whole blocks of {kind.block} that share a scale; {below} or "
+            f"{below + kind.block} would be"
+        )
     for name, scale, rows in (("scale_a", scale_a, m), ("scale_b", scale_b, n)):
-        wide = math.ceil(k * kind.packed / kind.block / WIDE)
+        wide = math.ceil(values / kind.block / WIDE)
         count = math.ceil(rows / ROWS) * wide * ROWS * WIDE
         if scale is None or scale.dtype != kind.scale or scale.device != a.device:
             got = "None" if scale is None else f"{scale.dtype} on {scale.device}"
             raise ValueError(f"{op}: {name} of {a.dtype} in blocks must be {kind.scale} on {a.device}, got {got}")
         if scale.shape.numel() != count:
             raise ValueError(
-                f"{op}: {name} must have {count} values, those of {rows} x {k * kind.packed // kind.block} in blocks "
+                f"{op}: {name} must have {count} values, those of {rows} x {values // kind.block} in blocks "
                 f"of {ROWS} x {WIDE} as torch's scaled_mm takes them, got {scale.shape.numel()}"
             )
 

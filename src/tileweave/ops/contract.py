@@ -4,14 +4,15 @@ So a decision is made once and then found again, and all ranks come to the same 
 no part in it.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from tileweave.fabric import MAX_RANKS, Fabric
-from tileweave.planner import H200, Plan
+from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner.plan import AGREED
 from tileweave.planner.tiling import CORES
 from tileweave.planner.tuned import Tuned
@@ -76,6 +77,13 @@ def check_plan(op: str, plan: Any) -> None:
         raise TypeError(f"{op}: plan must be a tileweave.Plan or None, got {type(plan).__name__}")
 
 
+def check_nodes(op: str, site: "Site", unfit: Callable[["Site"], str | None]) -> None:
+    """ValueError if calls inside some node cannot follow a plan, on all ranks, also those of nodes that could."""
+    for node, each in enumerate(site.every):
+        if why := unfit(each):
+            raise ValueError(f"{op}: on node {node}: {why}")
+
+
 def check_max_sms(op: str, max_sms: Any) -> None:
     """TypeError or ValueError unless it is a number of SMs or None."""
     if max_sms is None:
@@ -118,7 +126,7 @@ def check_scale(op: str, name: str, scale: Like | None, each: tuple[int, int], a
 class Site(NamedTuple):
     """What the path of a call depends on in a rank's fabric; fields as those of `Fabric`. unicast: why there are no
     multicast addresses, if so; nodes: how many there are, if ops are composed over them, else 1; inside: then the site
-    of calls inside one."""
+    of calls inside this one, and `every` those inside each, where they may differ."""
 
     backend: str
     world: int
@@ -129,9 +137,11 @@ class Site(NamedTuple):
     linked: bool = False
     nccl: bool = False
     cores: tuple[str, ...] = ("wgmma",)
+    memory_bytes: int = 0
     tuned: tuple[Tuned, ...] = ()
     nodes: int = 1
     inside: "Site | None" = None
+    every: "tuple[Site, ...]" = ()
 
     @classmethod
     def of(cls, fabric: Fabric) -> "Site":
@@ -139,20 +149,33 @@ class Site(NamedTuple):
         nodes, refusal = fabric.nodes, fabric.refusal()
         if refusal and fabric.uneven:
             refusal = f"{refusal}; {fabric.uneven}"
-        return cls(
+        site = cls(
             fabric.backend, fabric.world_size, fabric.sms, fabric.device, refusal, fabric.multicast_refusal(),
-            fabric.linked, fabric.nccl, fabric.cores, fabric.tuned,
-            *((nodes.count, cls.of(nodes.inside)) if nodes else ()),
+            fabric.linked, fabric.nccl, fabric.cores, fabric.memory_bytes, fabric.tuned,
         )  # fmt: skip
+        if nodes is None:
+            return site
+        inside = cls.of(nodes.inside)
+        every = tuple(inside._replace(**{**each, "cores": tuple(each["cores"])}) for each in nodes.sites)
+        return site._replace(nodes=nodes.count, inside=inside, every=every)
 
     def measured(self, op: str, problem: Any) -> Tuned | None:
         """What `tileweave.tune` has found for a problem of this group."""
         return next((each for each in self.tuned if each.op == op and each.problem == problem), None)
 
+    def on(self, hardware: Hardware) -> Hardware:
+        """A profile with the memory that the GPUs here have, where there are some."""
+        return _with_memory(hardware, self.memory_bytes) if self.memory_bytes else hardware
+
     def usable(self, max_sms: int) -> int:
         """SMs of a kernel that takes `max_sms` of a rank at most; 0 stands for all."""
         sms = self.sms or H200.sms
         return min(sms, max_sms) if max_sms else sms
+
+
+@lru_cache(maxsize=64)
+def _with_memory(hardware: Hardware, memory_bytes: int) -> Hardware:
+    return replace(hardware, memory_bytes=memory_bytes)
 
 
 def out_of_reach(site: Site, device: torch.device, name: str = "a", cores: tuple[str, ...] = CORES) -> str | None:

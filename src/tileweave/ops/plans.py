@@ -120,7 +120,8 @@ class _Matmul:
     def every(self, site: Site, sizes: Sizes, dtype: torch.dtype) -> list[Plan]:
         """What the planner chooses from, the fastest by prediction first."""
         problem, _ = self.ask(site, sizes, dtype, H200)
-        return [replace(plan, predicted_us=round(us, 1)) for us, plan in self.planner.candidates(problem)]
+        found = self.planner.candidates(problem, site.on(H200))
+        return [replace(plan, predicted_us=round(us, 1)) for us, plan in found]
 
     def contenders(self, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[Any, list[Plan]]:
         """The problem, and the plans that are worth measuring: the first of what the planner tries, the very first also
@@ -128,10 +129,11 @@ class _Matmul:
         problem, route = self.ask(site, sizes, dtype, H200)
         if route.verdict not in ("fused", "plain"):
             return problem, []
-        every = self.planner.candidates(problem)
+        hardware = site.on(H200)
+        every = self.planner.candidates(problem, hardware)
         found, rings = in_one_ring(every), in_other_rings(every)
         ways: dict[Any, tuple[float, Plan]] = {}
-        for us, plan in found[FIRST:] + self.planner.candidates(problem, H200, self.planner.further_ways(problem)):
+        for us, plan in found[FIRST:] + self.planner.candidates(problem, hardware, self.planner.further_ways(problem)):
             ways.setdefault((plan.mechanism, plan.schedule, plan.comm_sms), (us, plan))
         best = sorted(ways.values(), key=lambda each: each[0])[:OTHERS]
         cost = self.planner.plain(problem) if site.nccl else None
@@ -353,7 +355,9 @@ def contenders(op: str, site: Site, sizes: Sizes, dtype: torch.dtype) -> tuple[A
     problem, route = _attend(op, site, sizes, dtype, H200)
     if route.plan is None:
         return problem, []
-    return problem, [replace(plan, predicted_us=round(us, 1)) for us, plan in attention.candidates(problem)]
+    return problem, [
+        replace(plan, predicted_us=round(us, 1)) for us, plan in attention.candidates(problem, site.on(H200))
+    ]
 
 
 def _first_tiles(found: Found, cost: Callable[[Tiling], Cost]) -> list[Plan]:

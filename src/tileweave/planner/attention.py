@@ -45,9 +45,9 @@ class Problem:
     cores: tuple[str, ...] = ("wgmma",)
 
 
-def padded_dim(dim: int) -> int | None:
-    """A tile's columns for heads of dimension `dim`; None for what is too large."""
-    return next((each for each in DIMS["wgmma"] if each >= dim), None)
+def padded_dim(dim: int) -> int:
+    """A tile's columns for heads of dimension `dim`; 0 for what is too large."""
+    return next((each for each in DIMS["wgmma"] if each >= dim), 0)
 
 
 def query_bufs(dim: int) -> int:

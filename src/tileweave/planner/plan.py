@@ -32,6 +32,7 @@ from tileweave.planner.tiling import (
 )
 
 SCALED_TILE = 128 * 128  # elements of an accumulator of 8-bit operands beside which epilogues between ranks fit
+SIDES = (64, 128, 256)  # of a tile
 MAX_SPLIT = 16  # CTAs that may share a tile
 SHARING_SMS = 160  # CTAs that have flags for it
 SPLITS = (1, 2, 3, 4)  # of these, what the planner considers
@@ -192,12 +193,13 @@ def unscalable(problem: Problem, plan: Plan) -> str | None:
     columns, rows = tensor_columns(plan.tile, problem.scales), problem.m // problem.world
     if plan.tile[1] % CORE_ROWS:
         return (
-            f"plan.tile={plan.tile}: scales in blocks lie together for {CORE_ROWS} columns, so a tile has {CORE_ROWS}"
+            f"plan.tile[1]={plan.tile[1]}: with scales in blocks, which lie together for {CORE_ROWS} columns, a tile "
+            f"has {CORE_ROWS} columns"
         )
     if columns > TENSOR_COLUMNS:
         return (
-            f"plan.tile={plan.tile} with scales in blocks needs {columns} columns of tensor memory, an SM has "
-            f"{TENSOR_COLUMNS}; a tile of {CORE_ROWS} columns would do"
+            f"plan.tile[1]={plan.tile[1]}: with scales in blocks so wide a tile needs {columns} columns of tensor "
+            f"memory, an SM has {TENSOR_COLUMNS}; {CORE_ROWS} would do"
         )
     if problem.world > 1 and plan.schedule in ("intra_sm", "inter_sm") and rows % CORE_ROWS:
         return (
@@ -239,11 +241,15 @@ def untileable(
     """Why no CTA can have the tile and ring of `plan`, naming the legal values; None if it can."""
     if plan.core not in cores:
         return f"plan.core={plan.core!r}: the kernel has {' or '.join(map(repr, cores))} here"
-    if plan.core == "tcgen05" and plan.tile[0] != CORE_ROWS:
-        return f"plan.tile={plan.tile}: tcgen05 has tiles of {CORE_ROWS} rows"
     step = STEP_BYTES // operand_bytes
-    if plan.tile not in {(rows, columns, step) for rows in (64, 128, 256) for columns in (64, 128, 256)}:
-        return f"plan.tile={plan.tile}: rows and columns are 64, 128 or 256, the K step {step}"
+    legal = f"rows and columns are 64, 128 or 256, the K step {step}"
+    if len(plan.tile) != 3:
+        return f"plan.tile={plan.tile}: {legal}"
+    if plan.core == "tcgen05" and plan.tile[0] != CORE_ROWS:
+        return f"plan.tile[0]={plan.tile[0]}: tcgen05 has tiles of {CORE_ROWS} rows"
+    for i, sizes in enumerate((SIDES, SIDES, (step,))):
+        if plan.tile[i] not in sizes:
+            return f"plan.tile[{i}]={plan.tile[i]}: {legal}"
     if plan.tile[0] * plan.tile[1] > 128 * 256:
         return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
     if plan.stages < 2:

@@ -2,23 +2,15 @@
 """The kernel of moe_matmul_combine in emulated worlds, its gradients and contract, and its protocol: each edit that breaks
 a line of its table is found, harmless ones are not. The kinds of findings are those of test_dispatch.py."""
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 
 import tileweave as tw
+from tests.ops.moe.combining import NAME, mutated, outcome_of  # noqa: F401  (a fixture)
 from tests.ops.moe.problems import assert_right, judge, problem, truth
-from tests.ops.moe.test_dispatch import KINDS
 from tests.ops.moe.test_moe import gradients, true_gradients
-from tests.ops.mutants import SOURCES
 from tileweave import Plan
-from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.ops.matmul_reduce_scatter import relative_error
-from tileweave.ops.moe import combine_launch
-
-NAME = "moe_matmul_combine"
 
 
 def plan(tile=(64, 64, 64), stages=2):
@@ -180,62 +172,14 @@ MUTANTS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def mutated(monkeypatch, tmp_path):
-    """A function that puts an edited kernel in place of the real one."""
-
-    def apply(edits):
-        text = (SOURCES / "ops/moe/combine_kernel.py").read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
-            text = text.replace(old, new)
-        name = f"mutant_{tmp_path.name}_combine"
-        target = tmp_path / f"{name}.py"
-        target.write_text(text)
-        spec = importlib.util.spec_from_file_location(name, target)
-        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
-        spec.loader.exec_module(sys.modules[name])
-        monkeypatch.setattr(combine_launch, f"{NAME}_kernel", getattr(sys.modules[name], f"{NAME}_kernel"))
-
-    return apply
-
-
 def outcome(seed):
-    """What four calls of three ranks come to under one schedule: R, D, P, W (wrong result) or None.
-
-    Several tiles to a CTA and several sources to a tile; two calls follow each other with nothing between them, the other
-    two have rows at one rank only. The slots are full of NaN before these. Two SMs a rank are too few for the kernel of the dispatch.
-    """
-    problems = [problem([30, 50, 9], 5, 3, 72, 64, seed=i, routing=r) for i, r in enumerate(("random", "one"))]
-
-    def calls(p):
-        def rank_program(rank, group):
-            first, end = p.experts.of(rank)
-            options = dict(experts=p.experts.total, capacity=300, max_tokens=50)
-            h, route = tw.moe_dispatch_matmul(
-                p.x[rank], p.index[rank], p.w[first:end], topk_weight=p.weight[rank], **options
-            )
-            return [tw.moe_matmul_combine(h * sign, p.down[first:end], route, plan=plan()) for sign in (1, -1)]
-
-        return rank_program
-
-    try:
-        with tw.virtual_world(3, device="cpu", seed=seed, sms=2, delayed=(seed % 3,)) as world:
-            first = world.run(calls(problems[0]))
-            world.workspace.ops[NAME].staging.fill_(255)
-            second = world.run(calls(problems[1]))
-    except (RaceError, DeadlockError, ProtocolError) as error:
-        return next(letter for letter, kind in KINDS.items() if isinstance(error, kind))
-    try:
-        for by_rank, p in zip((first, second), problems, strict=True):
-            for sign, outs in zip((1, -1), zip(*by_rank, strict=True), strict=True):
-                assert_right(outs, [sign * out for out in truth(p, gated=False)])
-    except AssertionError:
-        return "W"
+    """Of four calls: several tiles to a CTA and several sources to a tile. Two SMs a rank are too few for the kernel of
+    the dispatch."""
+    return outcome_of(seed, [30, 50, 9], (5, 3, 72, 64), plan(), sms=2, capacity=300, signs=((1, -1), (1, -1)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_an_edit_is_judged_rightly(name, mutated):
+def test_an_edit_is_judged_rightly(name, mutated):  # noqa: F811
     edits, expected = MUTANTS[name]
     mutated(edits)
     judge(outcome, expected)

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import tileweave as tw
+from tests.ops.moe.combining import NAME, mutated, outcome_of  # noqa: F401  (a fixture)
 from tests.ops.moe.problems import assert_right, judge, problem, truth
-from tests.ops.moe.test_combine import NAME, back, explained, mutated  # noqa: F401  (a fixture)
+from tests.ops.moe.test_combine import back, explained
 from tests.ops.moe.test_combine import plan as by_choice
-from tests.ops.moe.test_dispatch import KINDS
 from tileweave import Plan
-from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.fabric import Fabric
 from tileweave.ops.descriptors import parallel_view
 from tileweave.ops.matmul_reduce_scatter import relative_error
@@ -138,35 +137,9 @@ MUTANTS = {
 
 
 def outcome(seed):
-    """What two calls of three ranks come to under one schedule, and one of which two ranks have no rows: R, D, P, W (wrong
-    result) or None. Two communicators, four chunks; the slots are full of NaN before the second call."""
-    problems = [problem([16, 24, 5], 4, 3, 200, 64, seed=i, routing=r) for i, r in enumerate(("random", "one"))]
-
-    def calls(p):
-        def rank_program(rank, group):
-            first, end = p.experts.of(rank)
-            options = dict(experts=p.experts.total, capacity=140, max_tokens=24)
-            h, route = tw.moe_dispatch_matmul(
-                p.x[rank], p.index[rank], p.w[first:end], topk_weight=p.weight[rank], **options
-            )
-            signs = (1, -1) if p is problems[0] else (1,)
-            return [tw.moe_matmul_combine(h * s, p.down[first:end], route, plan=plan(comm_sms=2)) for s in signs]
-
-        return rank_program
-
-    try:
-        with tw.virtual_world(3, device="cpu", seed=seed, sms=4, delayed=(seed % 3,)) as world:
-            first = world.run(calls(problems[0]))
-            world.workspace.ops[NAME].staging.fill_(255)
-            second = world.run(calls(problems[1]))
-    except (RaceError, DeadlockError, ProtocolError) as error:
-        return next(letter for letter, kind in KINDS.items() if isinstance(error, kind))
-    try:
-        for by_rank, p in zip((first, second), problems, strict=True):
-            for sign, outs in zip((1, -1), zip(*by_rank, strict=True), strict=False):
-                assert_right(outs, [sign * out for out in truth(p, gated=False)])
-    except AssertionError:
-        return "W"
+    """Of two calls, and one of which two ranks have no rows. Two communicators, four chunks."""
+    sizes = 4, 3, 200, 64
+    return outcome_of(seed, [16, 24, 5], sizes, plan(comm_sms=2), sms=4, capacity=140, signs=((1, -1), (1,)))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

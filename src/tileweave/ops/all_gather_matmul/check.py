@@ -16,6 +16,7 @@ from tileweave.ops.contract import (
     Site,
     check_dense,
     check_max_sms,
+    check_nodes,
     check_plan,
     check_scale,
     out_of_reach,
@@ -146,13 +147,15 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
     if site.inside is not None and not call.local:
+        check_nodes(NAME, site, lambda each: unfit(each, call, plan, hardware))
         inside, cut = choose(site.inside, call, device, plan, hardware), rows_over_nodes(call, site.nodes)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
+    hardware = site.on(hardware)
     refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
-    if plan is not None and (why := unsupported(problem, plan, hardware) or impossible(site, plan)):
+    if why := unfit(site, call, plan, hardware):
         raise ValueError(f"{NAME}: {why}")
     if call.local:
         return Route(NAME, site.backend, False, "there is nothing to gather, nor to launch")
@@ -163,6 +166,13 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     # torch multiplies float8 with scales in float32, which is not what is predicted of it, and leaves no SMs to others.
     way = None if call.scaled or call.max_sms else WAY
     return by_plan(NAME, site, problem, planner, plan, way, hardware)
+
+
+def unfit(site: Site, call: Call, plan: Plan | None, hardware: Hardware) -> str | None:
+    """Why a call at a site cannot follow the plan, if there is one; None if it can."""
+    if plan is None:
+        return None
+    return unsupported(problem_of(site, call), plan, site.on(hardware)) or impossible(site, plan)
 
 
 def rows_over_nodes(call: Call, nodes: int) -> tuple[slice, ...]:

@@ -8,7 +8,7 @@ import torch
 
 from tileweave.fabric import Fabric
 from tileweave.ops.contract import DTYPES, coreless
-from tileweave.planner.attention import DIMS, ROWS
+from tileweave.planner.attention import DIMS, ROWS, padded_dim
 
 NAME = "attention"
 LAYOUTS = {"bhsd": (0, 1, 2, 3), "bshd": (0, 2, 1, 3)}  # where batch, heads, rows and dim stand
@@ -90,11 +90,6 @@ def unsupported(fabric: Fabric, call: Call) -> str | None:
     if call.dim % 8 or call.dim > most:
         return f"heads have dimension {call.dim}: the kernel takes multiples of 8 up to {most}"
     return None
-
-
-def padded_dim(dim: int) -> int:
-    """A tile's columns for heads of dimension `dim`."""
-    return next(d for d in DIMS["wgmma"] if d >= dim)
 
 
 def tiling_for(call: Call, core: str = "wgmma") -> Tiling:

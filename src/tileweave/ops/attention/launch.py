@@ -14,14 +14,13 @@ from tileweave.ops.attention.check import (
     Tiling,
     check,
     check_tiling,
-    padded_dim,
     tiling_for,
     unsupported,
 )
 from tileweave.ops.attention.kernel import attention_kernel
 from tileweave.ops.descriptors import ALIGN, Box
 from tileweave.ops.registration import kind, recall, remember
-from tileweave.planner.attention import ROWS
+from tileweave.planner.attention import ROWS, padded_dim
 from tileweave.tiles.attention import NO_MASK
 
 WARPS = 4

@@ -17,6 +17,7 @@ from tileweave.ops.contract import (
     check_dense,
     check_matrices,
     check_max_sms,
+    check_nodes,
     check_plan,
     out_of_reach,
     unaligned,
@@ -107,14 +108,13 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
     if site.inside is not None and call.m and call.n:
         return _over_nodes(site, site.inside, call, device, plan, hardware)
+    hardware = site.on(hardware)
     refusal = out_of_reach(site, device) or unaddressable(call)
     problem = problem_of(site, call)
-    if plan is not None and plan.mechanism == "multimem" and site.unicast:
-        raise ValueError(f"{NAME}: plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do")
-    if plan is not None and (why := unsupported(problem, plan, hardware)):
+    if why := unfit(site, call, plan, hardware):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
         return fallback(NAME, refusal, WAY, plan)
@@ -124,6 +124,15 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     # and leaves no SMs to others.
     ordinary = not (call.options.deterministic or call.options.max_sms or call.residual or call.norm)
     return by_plan(NAME, site, problem, planner, plan, WAY if ordinary else None, hardware)
+
+
+def unfit(site: Site, call: Call, plan: Plan | None, hardware: Hardware) -> str | None:
+    """Why a call at a site cannot follow the plan, if there is one; None if it can."""
+    if plan is None:
+        return None
+    if plan.mechanism == "multimem" and site.unicast:
+        return f"plan.mechanism='multimem' needs multicast: {site.unicast}; 'tma' would do"
+    return unsupported(problem_of(site, call), plan, site.on(hardware))
 
 
 def pieces_over_nodes(call: Call, each: int, plan: Plan | None) -> tuple[slice, ...]:
@@ -139,6 +148,7 @@ def _over_nodes(site: Site, within: Site, call: Call, device: torch.device, plan
     parts = pieces_over_nodes(call, within.world, plan)
     if not parts:
         inner = replace(call, bias=False, residual=False, norm=False)
+        check_nodes(NAME, site, lambda each: unfit(each, inner, plan, hardware))
         how = "the sum in the node, then over the nodes"
         return over_nodes(NAME, site, how, choose(within, inner, device, plan, hardware), 1)
     rows = -(-parts[0].stop // within.world) * within.world

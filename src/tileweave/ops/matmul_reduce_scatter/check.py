@@ -15,6 +15,7 @@ from tileweave.ops.contract import (
     check_dense,
     check_matrices,
     check_max_sms,
+    check_nodes,
     check_plan,
     check_scale,
     out_of_reach,
@@ -126,17 +127,19 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
     if site.inside is not None and call.rows and call.n and not call.blocks:  # scales of blocks are not cut
         ordered = call.deterministic or site.inside.world == 2
         cut = columns_over_nodes(call, site.nodes)
         inner = replace(call, m=call.m // site.nodes, n=cut[0].stop, bias=False, deterministic=ordered)
+        check_nodes(NAME, site, lambda each: unfit(each, inner, plan, hardware))
         inside = choose(site.inside, inner, device, plan, hardware)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
+    hardware = site.on(hardware)
     cores = BLOCKS_CORES if call.blocks else CORES
     refusal = out_of_reach(site, device, cores=cores) or unaddressable(call)
     problem = problem_of(site, call)
-    if plan is not None and (why := unsupported(problem, plan, hardware)):
+    if why := unfit(site, call, plan, hardware):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
         return fallback(NAME, refusal, OF_BLOCKS + WAY if call.blocks else WAY, plan)
@@ -144,6 +147,13 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     way = WAY if plain_alike(call, site.world) else None
     return by_plan(NAME, site, problem, planner, plan, way, hardware)
+
+
+def unfit(site: Site, call: Call, plan: Plan | None, hardware: Hardware) -> str | None:
+    """Why a call at a site cannot follow the plan, if there is one; None if it can."""
+    if plan is None:
+        return None
+    return unsupported(problem_of(site, call), plan, site.on(hardware))
 
 
 def columns_over_nodes(call: Call, nodes: int) -> tuple[slice, ...]:

@@ -121,7 +121,8 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
+    hardware = site.on(hardware)
     problem = problem_of(site, call)
     if plan is not None and problem is not None and (why := unsupported(problem, plan, hardware)):
         raise ValueError(f"{NAME}: {why}")
@@ -132,7 +133,7 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
 def problem_of(site: Site, call: Call) -> Problem | None:
     """A call as the planner sees it, on the rank that has most to do; None if no tile has its heads."""
     s, dim = call.shape, padded_dim(call.shape.dim)
-    if dim is None:
+    if not dim:
         return None
     zigzag = call.placement == "zigzag"
     keys = s.kv_rows * (site.world if not call.causal else site.world / 2 if zigzag else site.world - 0.5)

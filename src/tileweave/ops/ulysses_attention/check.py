@@ -112,7 +112,8 @@ def settle(
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
-    """The path of a call; ValueError if it cannot follow the plan. hardware: that of the planner, if not an H200."""
+    """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
+    hardware = site.on(hardware)
     refusal, problem = unfusable(site, call, device, WIDEST), problem_of(site, call)
     if plan is not None and problem is not None and (why := unsupported(problem, plan, hardware) or too_narrow(plan)):
         raise ValueError(f"{NAME}: {why}")
@@ -134,7 +135,7 @@ def blocks_at_most(world: int) -> int:
 def problem_of(site: Site, call: Call) -> Problem | None:
     """A call as the planner sees it; None if no tile has its heads."""
     s, dim = call.shape, padded_dim(call.shape.dim)
-    if dim is None or dim > WIDEST:
+    if not dim or dim > WIDEST:
         return None
     keys = s.kv_rows * (site.world / 2 if call.causal else site.world)
     flops = 4.0 * s.batch * s.heads * s.rows * keys * dim
