@@ -14,7 +14,10 @@ from tileweave.planner.tiling import Tile, Tiling, part_rows, ring_says, tiling_
 FLAGS = 448  # of a rank
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
 ALIKE = 1.04  # costs that the model cannot tell apart
-SKEWED = 64, 512, (64, 256, 64)  # of more experts, with so many rows each on average, some have few: the tile for these
+UNEVEN = (64, 256, 64)  # the tile for experts whose rows are no whole tiles of 128, as a router's never are
+MANY_EXPERTS, FEW_ROWS, MANY_ROWS, SHARED_BY = 64, 256, 1024, 3  # where it is taken: see tiling_for
+PLACE_GBS = 20.0  # rows that a communicator of a dispatch writes; measured with 4 to 16 of them (docs/performance.md)
+MOST_COMM = 3  # at most one SM of so many communicates
 
 
 @dataclass(frozen=True)
@@ -83,15 +86,27 @@ def cheapest(found: list[tuple[float, Tiling]], columns: int = 0) -> tuple[float
     return min(alike, key=lambda each: 1 / each[1].tile[0] + 1 / each[1].tile[1])
 
 
+def tiling_for(problem: GroupedProblem, hardware: Hardware = H200, columns: int = 0) -> tuple[float, Tiling]:
+    """The cheapest with tiles of `columns` at least, but for experts that have few rows for their number where ranks do
+    not share the GPU.
+
+    CTAs whose tiles are cut short get ahead of those that share their operands, which L2 does not hold any more then:
+    with tiles of 128 x 256 an H200 read 11 GB where 2.8 are needed, of 64 experts with 1024 rows each on average. Tiles
+    half as high lost 1 to 3% where all experts had as many rows, and won 5 to 28% where a router had chosen
+    (docs/figures/grouped_matmul_1xH200.json, grouped_matmul_random_1xH200.json). Where four ranks share L2 it holds
+    neither's operands."""
+    found = tilings_by_cost(problem, hardware)
+    few, many = (each * problem.experts for each in (FEW_ROWS, MANY_ROWS))
+    whole = SHARED_BY * problem.sms > hardware.sms
+    if whole and problem.rows >= few and (problem.experts > MANY_EXPERTS or problem.rows <= many):
+        return next((each for each in found if each[1].tile == UNEVEN), cheapest(found, columns))  # tcgen05 has none
+    return cheapest(found, columns)
+
+
 @lru_cache(maxsize=1024)
 def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
-    """The fastest plan by the cost model; of many experts the one that wastes least where some have few rows:
-    an H200 lost 2% at even routing and won 1 to 17% at a skewed one (docs/figures/grouped_matmul_1xH200.json)."""
-    found = tilings_by_cost(problem, hardware)
-    cost, tiling = cheapest(found)
-    experts, rows, tile = SKEWED
-    if problem.experts > experts and problem.rows >= rows * problem.experts:
-        cost, tiling = next((each for each in found if each[1].tile == tile), (cost, tiling))  # tcgen05 has none
+    """The plan of the tiles for it."""
+    cost, tiling = tiling_for(problem, hardware)
     plan = _plan(problem, tiling)
     reason = (
         f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs are the cheapest for {problem.experts} experts "
@@ -120,19 +135,14 @@ class DispatchProblem:
         return 64 * self.products
 
 
-def placers_of(plan: Plan) -> int:
-    """Of the SMs that communicate, those that wait for rows and place them; the others send."""
-    return max(plan.comm_sms // 2, 1)
-
-
 def unfusable(problem: DispatchProblem) -> str | None:
     """Why no plan can run `problem`; None if some can."""
     if problem.world == 1:
         return "a world of one has nobody to send to"
     if problem.world > MOST_RANKS:
         return f"the group has {problem.world} ranks, the kernel has flags for {MOST_RANKS}"
-    if problem.sms < 3:
-        return f"one SM has to send, one to place and one to multiply, and a rank has {problem.sms}"
+    if problem.sms < 2:
+        return f"one SM has to communicate and one to multiply, and a rank has {problem.sms}"
     if problem.experts > MOST_EXPERTS:
         return f"a rank has {problem.experts} experts, the kernel counts up to {MOST_EXPERTS}"
     return None
@@ -148,8 +158,8 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
             "'inter_sm'"
         )
     most = min(problem.sms - 1, FLAGS // (problem.world + 1))
-    if not 2 <= plan.comm_sms <= most:
-        return f"plan.comm_sms={plan.comm_sms}: expected 2 to {most} of {problem.sms} SMs"
+    if not 1 <= plan.comm_sms <= most:
+        return f"plan.comm_sms={plan.comm_sms}: expected 1 to {most} of {problem.sms} SMs"
     if plan.split != 1:
         return f"plan.split={plan.split}: moe_dispatch_matmul has 1"
     if plan.tile[1] < problem.columns:
@@ -159,11 +169,16 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
 
 @lru_cache(maxsize=1024)
 def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Plan:
-    """The plan for experts of many rows, as training has them: an eighth of the SMs communicate."""
-    comm_sms = min(max(problem.sms // 8 // 2 * 2, 2), problem.sms - 1, FLAGS // (problem.world + 1))
+    """The plan for experts of many rows, as training has them: so many SMs communicate that they place rows as fast as
+    all would multiply them."""
     rows = 512 * problem.experts  # of what a rank takes in nothing is known
+    busy = (
+        placed_us(problem, rows, 1) / tiling_for(grouped_of(problem, rows, problem.sms), hardware, problem.columns)[0]
+    )
+    most = min(max(problem.sms // MOST_COMM, 1), FLAGS // (problem.world + 1))
+    comm_sms = min(max(round(busy), 1), most)
     grouped = grouped_of(problem, rows, problem.sms - comm_sms)
-    tiling = cheapest(tilings_by_cost(grouped, hardware), problem.columns)[1]
+    tiling = tiling_for(grouped, hardware, problem.columns)[1]
     chosen = _plan(grouped, tiling)
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
@@ -173,6 +188,11 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
     return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)
 
 
+def placed_us(problem: DispatchProblem, rows: int, comm_sms: int) -> float:
+    """What so many communicators take to write as many rows, sent or copied."""
+    return rows * 2.0 * problem.k / (PLACE_GBS * 1e3 * comm_sms)
+
+
 def dispatch_workspace_bytes(problem: DispatchProblem, plan: Plan, rows: int) -> int:
     """Bytes of the one slot of a rank with so many `rows` at most: in whole tiles of each expert, K in whole steps."""
     whole = most_row_tiles(rows, problem.experts, plan.tile) * plan.tile[0]
@@ -180,12 +200,12 @@ def dispatch_workspace_bytes(problem: DispatchProblem, plan: Plan, rows: int) ->
 
 
 def dispatch_cost(problem: DispatchProblem, plan: Plan, tokens: int, topk: int, hardware: Hardware = H200) -> Cost:
-    """What a dispatch of `tokens` of a rank takes, each to `topk` experts, if all experts get as many: a token travels
-    once to each rank that has one of its experts. Half of the communicators send, at their rate between GPUs."""
+    """What a dispatch of `tokens` of a rank takes, each to `topk` experts, if all experts get as many: communicators
+    write each row once, of which as many cross the link as tokens go to ranks that have one of their experts."""
     product = grouped_us(problem, plan, tokens * topk, problem.sms - plan.comm_sms, hardware)
-    sent = sent_tokens(problem, tokens, topk) * 2.0 * problem.k
-    send = hardware.launch_us + sent / push_rate("tma", plan.comm_sms - placers_of(plan), hardware)
-    return Cost(product, 0.0, send, 0.0, hardware.sync_us)
+    sent = sent_tokens(problem, tokens, topk) * 2.0 * problem.k / push_rate("tma", plan.comm_sms, hardware)
+    placed = placed_us(problem, tokens * topk, plan.comm_sms)
+    return Cost(product, 0.0, hardware.launch_us + max(sent, placed), 0.0, hardware.sync_us)
 
 
 def plain_dispatch(

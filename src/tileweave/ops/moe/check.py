@@ -15,7 +15,6 @@ from tileweave.planner.moe import (
     DispatchProblem,
     GroupedProblem,
     dispatch_plan_for,
-    placers_of,
     unfusable,
     unsupported_dispatch,
 )
@@ -121,7 +120,7 @@ def choose(
     taken = plan or (found.plan if found else dispatch_plan_for(problem, hardware) if refusal is None else None)
     limit = most_rows(problem, taken) if taken else 0
     if refusal is None and most is not None and taken and most > limit:
-        refusal = f"a rank may have {most} rows, the flags of {placers_of(taken)} SMs that place can count {limit}"
+        refusal = f"a rank may have {most} rows, the flags of {taken.comm_sms} SMs that communicate can count {limit}"
     if refusal or taken is None:
         way = "tokens by the group's all-to-all, then grouped_matmul"
         return fallback(NAME, refusal or "no plan fits", way, plan, site.backend)
@@ -138,7 +137,7 @@ def problem_of(site: Site, w: Like, gated: bool, experts: Experts) -> DispatchPr
 
 def most_rows(problem: DispatchProblem, plan: Plan) -> int:
     """The most rows that a rank may have, as the kernel's flags count its row tiles."""
-    return ((STEPS.value - 2) * placers_of(plan) - problem.experts) * plan.tile[0]
+    return ((STEPS.value - 2) * plan.comm_sms - problem.experts) * plan.tile[0]
 
 
 def check_rows(name: str, what: str, y: Any, route: Any, world: int) -> None:

@@ -1,12 +1,14 @@
 """Dispatch + grouped matmul, inter-SM: tokens are pushed to the rows of their experts; a tile starts when its rows are in.
 
 A rank's rows lie in a slot of its parallel memory, in expert order, each row tile at a multiple of BM, so that no tile
-reads what may still be written for another; rows are padded with zeros to whole K steps. SENDERS push each
-own token once to each rank that wants it (themselves included), to the first of its rows there, in the order of these
-rows, in blocks that are dealt to them round by round. PLACERS go through the row tiles: they wait until the tokens of a
-tile are in, copy those rows of it that are further rows of a token from the first one, and say that the tile is there. The
-other CTAs are a grouped matmul (tiles/grouped.py); GATED, a tile is multiplied by both matrices at once, into an accumulator
-twice as wide, whose halves become one before it leaves. Whose row is whose is known before the launch, on the device.
+reads what may still be written for another; rows are padded with zeros to whole K steps. Communicators push each own
+token once to each rank that wants it (themselves included), to the first of its rows there, in the order of these rows, in
+blocks that are dealt to them round by round. And they go through the row tiles: they wait until the tokens of a tile are
+in, copy those rows of it that are further rows of a token from the first one, and say that the tile is there. At first
+nearly all rows are the first ones of their tokens, at last hardly any, so each of them does both, in the order in which
+tiles need it. The other CTAs are a grouped matmul (tiles/grouped.py); GATED, a tile is multiplied by both matrices at once,
+into an accumulator twice as wide, whose halves become one before it leaves. Whose row is whose is known before the launch,
+on the device.
 
 A flag that counts within a call has the values epoch * STEPS + count. One slot is enough: a call is behind the exchange
 of its counts on every rank's stream, so who sends knows that every peer has ended the call before. Besides the tables of
@@ -14,9 +16,9 @@ the template:
 
 | word or barrier | written by | waited for by | order, scope | why its reuse is safe |
 |---|---|---|---|---|
-| flags[d][r * PER + c]: rounds done | sender c of rank r, its blocks for d in these rounds are stored | placers of rank d, before a tile with tokens of these rounds | release / acquire, sys | monotonic; all are raised every REFRESH calls, as calls of few tokens or senders leave some out |
-| flags[r][WORLD * PER + p]: tiles there | placer p of rank r, its tiles so far are complete | loaders of rank r, before a tile | release / acquire, sys; then a proxy fence | as above |
-| the slot of rank d | senders of all ranks; d's placers | d's placers; d's loaders, by TMA | flags | written again in the next call, by a rank that has taken part in an exchange which d begins when it has ended this one |
+| flags[d][r * PER + c]: rounds done | communicator c of rank r, its blocks for d in these rounds are stored | communicators of rank d, before a tile with tokens of these rounds | release / acquire, sys | monotonic; all are raised every REFRESH calls, as calls of few tokens or communicators leave some out |
+| flags[r][WORLD * PER + c]: tiles there | communicator c of rank r, its tiles so far are complete | loaders of rank r, before a tile | release / acquire, sys; then a proxy fence | as above |
+| the slot of rank d | communicators of all ranks | d's communicators; d's loaders, by TMA | flags | written again in the next call, by a rank that has taken part in an exchange which d begins when it has ended this one |
 
 A wait that times out makes the loader load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
 """
@@ -39,6 +41,8 @@ from tileweave.tiles.matmul import (
 
 STEPS = gl.constexpr(4096)
 REFRESH = gl.constexpr(1 << 16)
+MOST_RANKS = gl.constexpr(64)
+NO_TILE = gl.constexpr((1 << 31) - 1)
 EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
 BLOCK_ROWS = gl.constexpr(32)  # rows that are copied at once
 
@@ -90,20 +94,19 @@ class Work:
     most: gl.tensor
     n: gl.tensor
     GATED: gl.constexpr
-    SENDERS: gl.constexpr
-    PLACERS: gl.constexpr
+    COMM_SMS: gl.constexpr
     PER: gl.constexpr
     GROUP: gl.constexpr
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, rows_desc, travel, w, w_gate, out, out_ptr, offsets, table, rows, most, n, GATED, SENDERS,
-        PLACERS, PER, GROUP,
+        self, matmul, flags, rows_desc, travel, w, w_gate, out, out_ptr, offsets, table, rows, most, n, GATED, COMM_SMS,
+        PER, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags, self.rows_desc, self.travel = matmul, flags, rows_desc, travel
         self.w, self.w_gate, self.out, self.out_ptr = w, w_gate, out, out_ptr
         self.offsets, self.table, self.rows, self.most, self.n = offsets, table, rows, most, n
-        self.GATED, self.SENDERS, self.PLACERS = gl.constexpr(GATED), gl.constexpr(SENDERS), gl.constexpr(PLACERS)
+        self.GATED, self.COMM_SMS = gl.constexpr(GATED), gl.constexpr(COMM_SMS)
         self.PER, self.GROUP = gl.constexpr(PER), gl.constexpr(GROUP)
 
 
@@ -123,8 +126,8 @@ def locate(work, t):
 def before_load(work, owner, row, epoch):
     """Loader: wait for the rows of a tile; False after a timeout."""
     i = owner // EXPERTS
-    flag = work.flags.world * work.PER + i % work.PLACERS
-    there = gl.wait(work.flags, flag, epoch * STEPS + i // work.PLACERS + 1)
+    flag = work.flags.world * work.PER + i % work.COMM_SMS
+    there = gl.wait(work.flags, flag, epoch * STEPS + i // work.COMM_SMS + 1)
     gl.fence_proxy_async()
     return there
 
@@ -198,7 +201,7 @@ def copy_rows(work, source, from_rows, from_lines, target, to_rows, there, L: gl
 
 @gl.jit
 def send_block(work, to, first, end):
-    """Sender: tokens `first` to `end` of those that go to a rank."""
+    """Communicator: tokens `first` to `end` of those that go to a rank."""
     tr = work.travel
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     for i in range(first, end, BLOCK_ROWS):
@@ -210,32 +213,37 @@ def send_block(work, to, first, end):
 
 
 @gl.jit
-def send(work, me, epoch):
-    """Sender `me`: its block of each round to each rank in turn, so that all receivers get on."""
+def due(work, i):
+    """Communicator: the row tile before which round `i` has to be sent: that of its first row, whose receiver needs it
+    first; no tile's if nothing is left."""
     tr, flags = work.travel, work.flags
-    ROUND: gl.constexpr = work.SENDERS
-    most = flags.rank * 0
-    for to in range(flags.world):
-        most = gl.maximum(most, gl.load(tr.sent + to))
-    rounds = gl.cdiv(most, tr.block * ROUND)
-    for i in range(rounds):
-        for distance in range(1, flags.world + 1):
-            to = (flags.rank + distance) % flags.world
-            count = gl.load(tr.sent + to)
-            if i * ROUND * tr.block < count:
-                first = (i * ROUND + me) * tr.block
-                send_block(work, to, first, gl.minimum(first + tr.block, count))
-                gl.barrier()
-                gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)
-    if epoch % REFRESH == 0:
-        for to in range(flags.world):
-            for flag in range(me, work.PER, ROUND):
-                gl.signal(flags, flags.rank * 0 + to, flags.rank * work.PER + flag, epoch * STEPS + STEPS - 1)
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    to = gl.arange(0, MOST_RANKS, L)
+    sent = gl.load(tr.sent + to, mask=to < flags.world, other=0)
+    first = i * work.COMM_SMS * tr.block
+    some = first < sent
+    places = gl.load(tr.send_place + to * tr.tokens + first, mask=some, other=0)
+    return gl.min(gl.where(some, places // work.matmul.BM, NO_TILE), 0)
+
+
+@gl.jit
+def send(work, me, i, epoch):
+    """Communicator: its block of round `i` to each rank in turn, its own last, so that all receivers get on."""
+    tr, flags = work.travel, work.flags
+    for distance in range(1, flags.world + 1):
+        to = (flags.rank + distance) % flags.world
+        count = gl.load(tr.sent + to)
+        before = i * work.COMM_SMS * tr.block
+        if before < count:
+            first = before + me * tr.block
+            send_block(work, to, first, gl.minimum(first + tr.block, count))
+            gl.barrier()
+            gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)
 
 
 @gl.jit
 def await_tokens(work, row, end, epoch):
-    """Placer: wait for the tokens of rows `row` to `end`, a tile's."""
+    """Communicator: wait for the tokens of rows `row` to `end`, a tile's."""
     tr = work.travel
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rows = row + gl.arange(0, work.matmul.BM, L)
@@ -244,13 +252,13 @@ def await_tokens(work, row, end, epoch):
         mine = (slot >= source * tr.slots) & (slot < (source + 1) * tr.slots)
         last = gl.max(gl.where(mine, slot - source * tr.slots, -1), 0)
         if last >= 0:
-            done = epoch * STEPS + last // (tr.block * work.SENDERS) + 1
-            gl.wait_all(work.flags, source * work.PER, work.SENDERS, done)
+            done = epoch * STEPS + last // (tr.block * work.COMM_SMS) + 1
+            gl.wait_all(work.flags, source * work.PER, work.COMM_SMS, done)
 
 
 @gl.jit
 def copy_again(work, at, row, end):
-    """Placer: rows of the tile that lies from `at` on in the slot which are not the first ones of their tokens."""
+    """Communicator: rows of the tile that lies from `at` on in the slot which are not the first ones of their tokens."""
     tr = work.travel
     L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
     slot = slot_of(work, work.flags.rank)
@@ -264,31 +272,40 @@ def copy_again(work, at, row, end):
 
 
 @gl.jit
-def place(work, me, epoch):
-    """Placer `me`: its row tiles, one after the other."""
+def place(work, me, i, epoch):
+    """Communicator: row tile `i`."""
     flags = work.flags
-    for i in range(me, gl.load(work.table), work.PLACERS):
-        entry = entry_of(work.table, i)
-        row = gl.load(entry + 1)
-        end = gl.minimum(gl.load(entry + 2), row + work.matmul.BM)
-        await_tokens(work, row, end, epoch)
-        copy_again(work, i * work.matmul.BM, row, end)
-        gl.barrier()
-        gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.PLACERS + 1)
-    if epoch % REFRESH == 0:
-        for flag in range(me, work.PER, work.PLACERS):
-            gl.signal(flags, flags.rank, flags.world * work.PER + flag, epoch * STEPS + STEPS - 1)
+    entry = entry_of(work.table, i)
+    row = gl.load(entry + 1)
+    end = gl.minimum(gl.load(entry + 2), row + work.matmul.BM)
+    await_tokens(work, row, end, epoch)
+    copy_again(work, i * work.matmul.BM, row, end)
+    gl.barrier()
+    gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.COMM_SMS + 1)
 
 
 @gl.jit
 def communicate(work):
-    """Communicator: a sender or a placer."""
-    epoch = this_epoch(work.matmul)
-    me = gl.program_id(0)
-    if me < work.SENDERS:
-        send(work, me, epoch)
-    else:
-        place(work, me - work.SENDERS, epoch)
+    """Communicator: its row tiles, one after the other, and ahead of each what is due before its next one. Of the tiles that
+    anybody waits for, on whatever rank, the first one is waited for in vain by nobody: who waits for a later one, or has no
+    more, has sent what it takes."""
+    epoch, flags = this_epoch(work.matmul), work.flags
+    me, i = gl.program_id(0), gl.program_id(0) * 0
+    tiles = gl.load(work.table)
+    turns = gl.cdiv(gl.maximum(tiles - me, 0), work.COMM_SMS)
+    for turn in range(turns + 1):
+        tile = me + turn * work.COMM_SMS
+        ahead = gl.where(turn < turns, tile + work.COMM_SMS, NO_TILE - 1)
+        while due(work, i) <= ahead:
+            send(work, me, i, epoch)
+            i += 1
+        if turn < turns:
+            place(work, me, tile, epoch)
+    if epoch % REFRESH == 0:
+        for flag in range(me, work.PER, work.COMM_SMS):
+            for to in range(flags.world):
+                gl.signal(flags, flags.rank * 0 + to, flags.rank * work.PER + flag, epoch * STEPS + STEPS - 1)
+            gl.signal(flags, flags.rank, flags.world * work.PER + flag, epoch * STEPS + STEPS - 1)
     finish_all(work.matmul, epoch)
 
 
@@ -301,7 +318,7 @@ def moe_dispatch_matmul_kernel(
     timeout_us, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot, from_row,
     slots, block, rows, most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, GATED: gl.constexpr,
-    SILU: gl.constexpr, SENDERS: gl.constexpr, PLACERS: gl.constexpr, PER: gl.constexpr,
+    SILU: gl.constexpr, COMM_SMS: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
     """out [rows, n] = the tokens of all ranks that this rank's experts want, in their order, times w, and what is made of
     that: GATED by their product with w_gate, or SILU.
@@ -313,15 +330,14 @@ def moe_dispatch_matmul_kernel(
     tiles = gl.load(table) * gl.cdiv(n, BN)
     mm = make_matmul(
         x_like, w_like, out_desc, flags, state, out, k, tiles, tiles, gl.to_tensor(1), BM, BN, BK, STAGES, C_BUFS, False,
-        False, B_T, SENDERS + PLACERS,
+        False, B_T, COMM_SMS,
     )  # fmt: skip
     travel = Travel(
         x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
         from_row, slots, block,
     )  # fmt: skip
     work = Work(
-        mm, flags, rows_desc, travel, w, w_gate, out_desc, out, offsets, table, rows, most, n, GATED, SENDERS, PLACERS, PER,
-        GROUP,
+        mm, flags, rows_desc, travel, w, w_gate, out_desc, out, offsets, table, rows, most, n, GATED, COMM_SMS, PER, GROUP,
     )  # fmt: skip
     ACTIVATE: gl.constexpr = gated if GATED else activated if SILU else unscaled
     if first_unit(mm) < tiles:

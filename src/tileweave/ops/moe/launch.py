@@ -16,7 +16,7 @@ from tileweave.ops.moe.check import NAME
 from tileweave.ops.moe.kernel import BLOCK_ROWS, STEPS, moe_dispatch_matmul_kernel
 from tileweave.ops.moe.routing import Experts, Lists
 from tileweave.planner import Plan
-from tileweave.planner.moe import most_row_tiles, placers_of
+from tileweave.planner.moe import most_row_tiles
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
 from tileweave.tiles.grouped import ENTRY
 
@@ -73,11 +73,11 @@ def prepare(
         return (columns, bk) if b_t else (bk, columns)
 
     x, out = (torch.empty(1, size, dtype=dtype, device="meta") for size in (k, n))
-    placers, buffers = placers_of(plan), part_buffers(plan.tile, plan.stages, itemsize, core=plan.core)
+    buffers = part_buffers(plan.tile, plan.stages, itemsize, core=plan.core)
     return Prepared(
         Box(x, (bm, bk)), Box(like, (1, *box(bn))), Box(like[0], box(wide)),
         Box(out, (part_rows(plan.tile, plan.core), PART_BYTES // itemsize)),
-        (n, k, world, bm, bn, bk, plan.stages, buffers, GROUP_ROWS, b_t, gated, silu, plan.comm_sms - placers, placers,
+        (n, k, world, bm, bn, bk, plan.stages, buffers, GROUP_ROWS, b_t, gated, silu, plan.comm_sms,
          FLAGS // (world + 1)),
     )  # fmt: skip
 
@@ -104,7 +104,7 @@ def fused(
     x = in_one_piece(x if tokens else x.new_zeros(1, k))
     own = alike([as_matrices(each) for each in (w, w_gate) if each is not None])
     made = prepare(x.dtype, own[0].shape, own[0].stride(), plan, world, gated, silu, x.device)
-    b_t, senders = made.tail[9], made.tail[12]
+    b_t = made.tail[9]
     padded = -(-k // bk) * bk
     most = most_row_tiles(most, experts.most, plan.tile) * bm
     channel = fabric.channel(NAME, 0, -(-most // 2) * padded * x.element_size())  # both halves are one slot
@@ -124,7 +124,7 @@ def fused(
         made.like_w.at(own[0]), made.out.at(target, target.shape[0]), target, offsets, table, channel.flags,
         channel.flags.stride(0), channel.state, channel.timeout_us, max(tokens, 1), k // 8, padded // 8, inbox,
         inbox.stride(0) // 8, *travel_of(fabric.rank, row_slot, token_slot, lists, bm), slots,
-        block_of(slots, senders), rows, most, *made.tail,
+        block_of(slots, plan.comm_sms), rows, most, *made.tail,
     )  # fmt: skip
     fabric.launch(moe_dispatch_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=made.variant)
     return out
@@ -142,7 +142,7 @@ def alike(matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [turned(w) for w in matrices]
 
 
-def block_of(slots: int, senders: int) -> int:
+def block_of(slots: int, comm_sms: int) -> int:
     """Tokens in a block: so many that a source with all slots in use has fewer rounds than a flag can count."""
     rows = BLOCK_ROWS.value
-    return max(1, -(-slots // (rows * senders * (STEPS.value - 2)))) * rows
+    return max(1, -(-slots // (rows * comm_sms * (STEPS.value - 2)))) * rows
