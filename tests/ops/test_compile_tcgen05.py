@@ -9,6 +9,8 @@ OLDEST = (
     "matmul_reduce_scatter: nvfp4, one shot",
     "matmul_reduce_scatter: smallest tile, deterministic, shared tiles, eight ranks",
     "matmul_all_reduce: two shots, largest tile",
+    "matmul_all_reduce: mxfp8, two shots",
+    "matmul_all_reduce: nvfp4, one shot",
     "all_gather_matmul: float8 operands, largest tile",
     "grouped_matmul: smallest tile, fp16, w transposed",
     "moe_dispatch_matmul: gated, largest tile",
