@@ -64,6 +64,24 @@ ALL_GATHER = {
         ns=(1024, 136, 64), gathered=True, tile=(128, 128, 64), stages=4, split=2, rows=100
     ),
     "float8 operands, largest tile": dict(dtype="float8_e4m3fn", tile=(128, 256, 128), stages=3, b_t=True),
+    "mxfp8, three b, gathered, shared tiles": dict(
+        ns=(1024, 136, 64),
+        gathered=True,
+        dtype="float8_e4m3fn",
+        blocks=torch.float8_e8m0fnu,
+        tile=(128, 128, 128),
+        stages=4,
+        split=2,
+        rows=100,
+    ),
+    "mxfp8, intra-SM": dict(
+        schedule="intra_sm",
+        dtype="float8_e4m3fn",
+        blocks=torch.float8_e8m0fnu,
+        tile=(128, 128, 128),
+        stages=4,
+    ),
+    "nvfp4": dict(dtype="float4_e2m1fn_x2", blocks=FP8, tile=(128, 128, 128), stages=4),
 }
 GROUPED = {
     "largest tile, planned": dict(

@@ -12,6 +12,8 @@ OLDEST = (
     "matmul_all_reduce: mxfp8, two shots",
     "matmul_all_reduce: nvfp4, one shot",
     "all_gather_matmul: float8 operands, largest tile",
+    "all_gather_matmul: mxfp8, three b, gathered, shared tiles",
+    "all_gather_matmul: nvfp4",
     "grouped_matmul: smallest tile, fp16, w transposed",
     "moe_dispatch_matmul: gated, largest tile",
     "moe_matmul_combine: sums, w transposed",

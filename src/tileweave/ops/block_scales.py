@@ -6,7 +6,7 @@ for 16 (nvfp4). Scales lie in blocks of 128 rows, of a or columns of b, and 4 al
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,7 +88,17 @@ def step_box(scale: torch.Tensor, rows: int, dtype: torch.dtype, tile_rows: int)
     return Box(blocks, (tile_rows // ROWS, scales_in_step(dtype) // WIDE, *blocks.shape[2:]), swizzle=0)
 
 
-def step_boxes(dtype: torch.dtype, scales: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, int], tile: Tile):
+def side_by_side(scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Scales of matrices whose columns stand side by side, those of each from a block on, as those of one; copied if
+    there are several."""
+    if len(scales) == 1:
+        return scales[0]
+    return torch.cat([x.reshape(-1).view(torch.uint8) for x in scales]).view(scales[0].dtype)
+
+
+def step_boxes(
+    dtype: torch.dtype, scales: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, int], tile: Tile
+) -> tuple[Box, Box]:
     """The boxes of both operands: of a [M, K] and b [K, N], sizes M and N."""
     return step_box(scales[0], sizes[0], dtype, tile[0]), step_box(scales[1], sizes[1], dtype, tile[1])
 

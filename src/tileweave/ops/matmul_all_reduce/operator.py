@@ -19,8 +19,9 @@ from functools import partial
 import torch
 
 from tileweave.fabric import named_fabric
+from tileweave.ops.block_scales import KINDS
 from tileweave.ops.collectives.operator import run as run_collective
-from tileweave.ops.contract import DTYPES, Agreement, Like, Site
+from tileweave.ops.contract import Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.matmul_all_reduce.check import NAME, Options, check, check_kinds, pieces_over_nodes, settle
 from tileweave.ops.matmul_all_reduce.launch import Extras, fused, unfused, with_extras
@@ -165,7 +166,7 @@ def _autograd(keys, a, b, group_name, bias, deterministic, residual, norm_weight
     refuse_transforms(NAME, *tensors)
     args = a, b, group_name, bias, deterministic, residual, norm_weight, *options
     if wants_gradients(*tensors, *options[3:]):
-        if a.dtype not in DTYPES:
+        if a.dtype in KINDS:
             raise NotImplementedError(f"{NAME} of {a.dtype} operands has no gradients; detach() them")
         return list(_Gradients.apply(keys, *args))
     return below_autograd(OPERATOR, keys, *args)
