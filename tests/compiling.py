@@ -80,6 +80,12 @@ class CompilingFabric(Fabric):
         raise NotImplementedError
 
 
+def block_scales(m, n, k, dtype):
+    """Scales of blocks along K, of so many elements, of both operands."""
+    columns = k // 32 if dtype == torch.float8_e8m0fnu else 2 * k // 16
+    return tuple(meta(-(-rows // 128) * 128, columns, dtype=dtype) for rows in (m, n))
+
+
 def reduce_scatter(
     world=4,
     dtype=torch.bfloat16,
@@ -100,8 +106,7 @@ def reduce_scatter(
     extra = meta(n, dtype=torch.bfloat16 if scaled or blocks else dtype) if bias else None
     scales = (meta(rows * world, 1, dtype=torch.float32), meta(1, n, dtype=torch.float32)) if scaled else (None, None)
     if blocks:
-        columns = 512 // 32 if blocks == torch.float8_e8m0fnu else 2 * 512 // 16
-        scales = meta(rows * world, columns, dtype=blocks), meta(n, columns, dtype=blocks)
+        scales = block_scales(rows * world, n, 512, blocks)
     deterministic = options.get("deterministic", False)
     like = Like.of(a), Like.of(b), options.get("op", "sum"), Like.of(extra)
     of_scales = map(Like.of, scales)

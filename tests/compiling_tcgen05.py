@@ -37,12 +37,51 @@ ALL_REDUCE = {
     "two shots, largest tile": dict(
         schedule="intra_sm", tile=(128, 256, 64), stages=3, m=4096, n=4096, extras="br", dtype="float16"
     ),
+    "mxfp8, two shots": dict(
+        schedule="intra_sm",
+        tile=(128, 128, 128),
+        stages=4,
+        m=1000,
+        n=4096,
+        extras="br",
+        dtype="float8_e4m3fn",
+        blocks=torch.float8_e8m0fnu,
+    ),
+    "mxfp8, inter-SM": dict(
+        schedule="inter_sm",
+        comm_sms=8,
+        tile=(128, 128, 128),
+        stages=4,
+        m=1000,
+        n=4096,
+        dtype="float8_e4m3fn",
+        blocks=torch.float8_e8m0fnu,
+    ),
+    "nvfp4, one shot": dict(schedule="one_shot", tile=(128, 128, 128), stages=4, dtype="float4_e2m1fn_x2", blocks=FP8),
 }
 ALL_GATHER = {
     "three b, gathered, shared tiles": dict(
         ns=(1024, 136, 64), gathered=True, tile=(128, 128, 64), stages=4, split=2, rows=100
     ),
     "float8 operands, largest tile": dict(dtype="float8_e4m3fn", tile=(128, 256, 128), stages=3, b_t=True),
+    "mxfp8, three b, gathered, shared tiles": dict(
+        ns=(1024, 136, 64),
+        gathered=True,
+        dtype="float8_e4m3fn",
+        blocks=torch.float8_e8m0fnu,
+        tile=(128, 128, 128),
+        stages=4,
+        split=2,
+        rows=100,
+    ),
+    "mxfp8, intra-SM": dict(
+        schedule="intra_sm",
+        dtype="float8_e4m3fn",
+        blocks=torch.float8_e8m0fnu,
+        tile=(128, 128, 128),
+        stages=4,
+    ),
+    "nvfp4": dict(dtype="float4_e2m1fn_x2", blocks=FP8, tile=(128, 128, 128), stages=4),
 }
 GROUPED = {
     "largest tile, planned": dict(

@@ -124,13 +124,23 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
 
 
 def _gpu_us(call: Callable[[], Any]) -> float:
-    """Microseconds of a call on the current stream, behind one that is not counted."""
+    """Microseconds of one of CALLS calls in a row, replayed by a CUDA graph so that the host's work does not count, behind
+    a replay that is not counted."""
     call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
+    torch.cuda.synchronize()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # the default stream cannot be captured
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for _ in range(CALLS):
+                call()
+        finally:
+            graph.capture_end()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3 / CALLS
 
@@ -228,7 +238,8 @@ def call_of(
 def call_of_experts(
     op: str, s: dict[str, int], dtype: torch.dtype, fabric: Fabric, group: Any, **options: Any
 ) -> Callable[[], Any]:
-    """`call_of` the ops of experts, all of which get as many rows. Collective: the way back has a route."""
+    """`call_of` the ops of experts, whose rows are drawn evenly: hardly ever whole tiles, as with a router. Collective:
+    the way back has a route."""
     device, experts, rows = fabric.device, s["experts"], s.get("rows", 0)
 
     def random(*size: int) -> torch.Tensor:
@@ -236,12 +247,12 @@ def call_of_experts(
 
     if op == "grouped_matmul":
         x, w = random(rows, s["hidden"]), random(experts, s["hidden"], s["inner"])
-        ends = torch.arange(1, experts + 1, device=device) * rows // experts
+        ends = torch.randint(experts, (rows,), device=device).bincount(minlength=experts).cumsum(0)
         return lambda: grouped_matmul(x, w, ends.int(), **options)
     own, tokens, topk = experts // fabric.world_size, s["tokens"] // fabric.world_size, s["topk"]
-    first = torch.arange(tokens, device=device)[:, None] + fabric.rank * tokens
-    index = (first + torch.arange(topk, device=device) * (experts // topk)) % experts
-    capacity = tokens * topk + own * topk * fabric.world_size  # so that the host need not wait for what comes
+    index = torch.rand(tokens, experts, device=device).topk(topk).indices
+    # So that the host need not wait for what comes: a rank has a quarter more than its share hardly ever.
+    capacity = tokens * topk * 5 // 4 + own * topk * fabric.world_size
     dispatch = partial(moe_dispatch_matmul, capacity=capacity, max_tokens=tokens)
     if op == "moe_dispatch_matmul":
         x, w = random(tokens, s["hidden"]), random(own, s["hidden"], s["inner"])

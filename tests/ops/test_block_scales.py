@@ -122,7 +122,14 @@ def test_operands_of_any_strides_are_copied(dtype):
         assert_right(run(emulated, *wide, scales), truth, 1)
 
 
-@pytest.mark.parametrize("dtype, k, says", [(FP8, 160, "K = 160 is no multiple of 128"), (FP4, 96, "K = 96 is no mul")])
+@pytest.mark.parametrize(
+    "dtype, k, says",
+    [
+        (FP8, 160, "K = 160 is no multiple of 128"),
+        (FP4, 96, "K = 96 is no multiple of 64"),
+        (FP8, 0, "K = 0 is no multiple of 128"),
+    ],
+)
 def test_what_no_kernel_serves_is_dequantized(dtype, k, says):
     a, b, scales, truth = operands(2, 2 * 24, 40, k, dtype)
     with tw.virtual_world(2, device="cpu") as emulated:

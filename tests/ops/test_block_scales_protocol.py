@@ -15,7 +15,7 @@ MUTANTS = {
     "scales not waited for": (MATMUL, [(" + BESIDE)", ")")], "DRP"),
     "scales copied behind their product": (BLOCK_SCALES, [(COPY, ""), (MULTIPLY, MULTIPLY + COPY)], "PRW"),
     "scales of one place for all": (BLOCK_SCALES, [("scales.a_bufs.index(at.slot), scales.a_there", "scales.a_bufs.index(0), scales.a_there")], "RW"),
-    "scales of the first rows for all": (BLOCK_SCALES, [("[a_row // BLOCK, of", "[0 * a_row, of")], "W"),
+    "scales of the first rows for all": (BLOCK_SCALES, [("bar, a_row, step)", "bar, 0 * a_row, step)")], "W"),
     "scales of the first step for all": (BLOCK_SCALES, [("    of = step *", "    of = 0 * step *")], "W"),
     "places given back before the product": (BLOCK_SCALES, [(COPY, COPY + "    gl.tcgen05_commit(read)\n"), (MULTIPLY, SILENT)], "RPW"),
     # harmless

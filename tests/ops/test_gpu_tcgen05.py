@@ -8,7 +8,9 @@ from tests.ops import problems as scatter
 from tests.ops import test_block_scales as blocks
 from tests.ops import test_float8 as float8
 from tests.ops.all_gather_matmul import problems as gather
+from tests.ops.all_gather_matmul import test_block_scales as gather_blocks
 from tests.ops.matmul_all_reduce import problems as reduce
+from tests.ops.matmul_all_reduce import test_block_scales as reduce_blocks
 from tileweave import Plan
 from tileweave.fabric import cuda_refusal
 
@@ -63,6 +65,24 @@ def test_scales_of_blocks(world, m, n, k, dtype, changes):
         chosen = None if changes is None else plan(tile=(128, 128, 128), **changes)
         outs = blocks.run(w, a, b, scales, calls=3, plan=chosen)
     blocks.assert_right(outs, truth, world)
+
+
+@pytest.mark.parametrize("schedule", ["one_shot", "intra_sm", "inter_sm"])
+@pytest.mark.parametrize("dtype", [blocks.FP8, blocks.FP4], ids=["mxfp8", "nvfp4"])
+def test_matmul_all_reduce_with_scales_of_blocks(schedule, dtype):
+    a, b, scales, truth = blocks.operands(2, 520, 1032, 1152, dtype, device="cuda")
+    chosen = plan(schedule=schedule, tile=(128, 128, 128), comm_sms=4 * (schedule == "inter_sm"))
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as w:
+        reduce_blocks.assert_right(reduce_blocks.run(w, a, b, scales, calls=3, plan=chosen), truth)
+
+
+@pytest.mark.parametrize("schedule", ["inter_sm", "intra_sm", "none"])
+@pytest.mark.parametrize("dtype", [blocks.FP8, blocks.FP4], ids=["mxfp8", "nvfp4"])
+def test_all_gather_matmul_with_scales_of_blocks(schedule, dtype):
+    given = gather_blocks.operands(2, 264, [520, 264], 1152, dtype, device="cuda")
+    chosen = gather_blocks.plan(schedule=schedule, comm_sms=4, stages=4)
+    with tw.virtual_world(2, device="cuda", timeout=5.0) as w:
+        gather_blocks.assert_right(gather_blocks.run(w, given, calls=3, plan=chosen), given)
 
 
 @pytest.mark.parametrize("schedule", ["one_shot", "intra_sm", "inter_sm"])

@@ -90,7 +90,7 @@ MUTANTS = {
     "parts read before the products are done": (MATMUL, [("            accumulators.ring.consumer_wait(taken)\n", "")], "whole", "RP"),
     "the accumulator given back before it is read": (MATMUL, [(READ, "        if mm.TENSOR:\n"), ("            parts = accumulators.bufs.index(taken.slot)\n", "            parts = accumulators.bufs.index(taken.slot)\n            accumulators.ring.release(taken)\n")], "whole", "R"),
     "the accumulator not given back": (MATMUL, [(READ, "        if mm.TENSOR:\n")], "whole", "D"),
-    "the loader reads the epoch late": (MATMUL, [("NOBODY, NOTHING, now, scales)", "NOBODY, NOTHING)")], "whole", "R"),
+    "the loader reads the epoch late": (MATMUL, [("NOBODY, NOTHING, now, scales, LOAD_SCALES)", "NOBODY, NOTHING)")], "whole", "R"),
     "the fetcher reads the epoch late": (TCGEN05, [("    met = epoch == epoch\n    at, previous", "    epoch = gl.load(mm.state) + 1\n    met = epoch == epoch\n    at, previous")], "whole", "R"),
     "peers' parts in the operands' places": (TCGEN05, [("mm.ring.behind(MORE).start(), -1", "mm.ring.start(), -1")], "whole", "RDPW"),
     "the fetcher does not meet the peers": (TCGEN05, [("            met = MEET(work, owner, epoch)\n", "")], "whole", "RPW"),

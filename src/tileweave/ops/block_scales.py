@@ -6,13 +6,18 @@ for 16 (nvfp4). Scales lie in blocks of 128 rows, of a or columns of b, and 4 al
 """
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from tileweave.ops.contract import FP4, FP8, Like
+from tileweave.ops.descriptors import Box
+from tileweave.planner.tiling import STEP_BYTES, Tile
 
 ROWS, WIDE = 128, 4  # scales in a block
+CORES = ("tcgen05",)  # that multiply with them
+DEQUANTIZED = "operands times their scales in float32"  # what others multiply
 
 
 class Kind(NamedTuple):
@@ -31,9 +36,19 @@ def has_blocks(a: Like, scale: Like | None) -> bool:
     return a.dtype == FP4 or (a.dtype == FP8 and scale is not None and scale.dtype == KINDS[FP8].scale)
 
 
-def check_block_scales(op: str, a: Like, b: Like, scale_a: Like | None, scale_b: Like | None) -> None:
-    """ValueError unless both are scales of blocks along K of a [M, K] and b [K, N], in a's elements, beside a."""
-    kind, (m, k), n = KINDS[a.dtype], a.shape, b.shape[1]
+def scales_in_step(dtype: torch.dtype) -> int:
+    """Of a row, in a K step of a tile."""
+    return STEP_BYTES * KINDS[dtype].packed // KINDS[dtype].block
+
+
+def blocks_along(k: int, dtype: torch.dtype) -> int:
+    """Blocks of scales side by side, of K in elements."""
+    return math.ceil(k * KINDS[dtype].packed / KINDS[dtype].block / WIDE)
+
+
+def check_block_scales(op: str, a: Like, named: Iterable[tuple[str, Like | None, int]]) -> None:
+    """ValueError unless each is the scales of blocks along K of so many rows that are as long as a's, beside a."""
+    kind, k = KINDS[a.dtype], a.shape[1]
     values = k * kind.packed
     if values % kind.block:
         below = values - values % kind.block
@@ -41,9 +56,8 @@ def check_block_scales(op: str, a: Like, b: Like, scale_a: Like | None, scale_b:
             f"{op}: K = {values} values are no whole blocks of {kind.block} that share a scale; {below} or "
             f"{below + kind.block} would be"
         )
-    for name, scale, rows in (("scale_a", scale_a, m), ("scale_b", scale_b, n)):
-        wide = math.ceil(values / kind.block / WIDE)
-        count = math.ceil(rows / ROWS) * wide * ROWS * WIDE
+    for name, scale, rows in named:
+        count = math.ceil(rows / ROWS) * blocks_along(k, a.dtype) * ROWS * WIDE
         if scale is None or scale.dtype != kind.scale or scale.device != a.device:
             got = "None" if scale is None else f"{scale.dtype} on {scale.device}"
             raise ValueError(f"{op}: {name} of {a.dtype} in blocks must be {kind.scale} on {a.device}, got {got}")
@@ -52,6 +66,15 @@ def check_block_scales(op: str, a: Like, b: Like, scale_a: Like | None, scale_b:
                 f"{op}: {name} must have {count} values, those of {rows} x {values // kind.block} in blocks "
                 f"of {ROWS} x {WIDE} as torch's scaled_mm takes them, got {scale.shape.numel()}"
             )
+
+
+def unaddressable(k: int, dtype: torch.dtype) -> str | None:
+    """Why TMA cannot address scales of so many elements along K; None if it can."""
+    kind = KINDS[dtype]
+    values, together = k * kind.packed, WIDE * kind.block
+    if values % together or not values:
+        return f"K = {values} is no multiple of {together}, whose scales lie together"
+    return None
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
@@ -64,15 +87,42 @@ def as_blocks(scale: torch.Tensor, rows: int) -> torch.Tensor:
     return as_bytes(scale).view(math.ceil(rows / ROWS), -1, 2, 256)
 
 
+def step_box(scale: torch.Tensor, rows: int, dtype: torch.dtype, tile_rows: int) -> Box:
+    """The box of a K step's scales, of tiles of `tile_rows`, in those of an operand of `rows` and `dtype`."""
+    blocks = as_blocks(scale, rows)
+    return Box(blocks, (tile_rows // ROWS, scales_in_step(dtype) // WIDE, *blocks.shape[2:]), swizzle=0)
+
+
+def side_by_side(scales: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Scales of matrices whose columns stand side by side, those of each from a block on, as those of one; copied if
+    there are several."""
+    if len(scales) == 1:
+        return scales[0]
+    return torch.cat([x.reshape(-1).view(torch.uint8) for x in scales]).view(scales[0].dtype)
+
+
+def step_boxes(
+    dtype: torch.dtype, scales: tuple[torch.Tensor, torch.Tensor], sizes: tuple[int, int], tile: Tile
+) -> tuple[Box, Box]:
+    """The boxes of both operands: of a [M, K] and b [K, N], sizes M and N."""
+    return step_box(scales[0], sizes[0], dtype, tile[0]), step_box(scales[1], sizes[1], dtype, tile[1])
+
+
 def dequantized(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Rows of an operand, K innermost, times their scales, in float32."""
-    kind, rows = KINDS[x.dtype], x.shape[0]
+    kind, (rows, k) = KINDS[x.dtype], x.shape
     if x.dtype == FP4:
         sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=x.device)
         codes = as_bytes(x).int()
         values = torch.cat((sizes, -sizes))[torch.stack((codes & 15, codes >> 4), -1).flatten(1)]
     else:
         values = x.float()
-    blocks = scale.reshape(math.ceil(rows / ROWS), -1, 32, ROWS // 32, WIDE).permute(0, 3, 2, 1, 4)
-    each = blocks.float().reshape(math.ceil(rows / ROWS) * ROWS, -1)[:rows, : values.shape[1] // kind.block]
-    return (values.unflatten(1, (-1, kind.block)) * each.unsqueeze(-1)).flatten(1)
+    tall, wide = math.ceil(rows / ROWS), blocks_along(k, x.dtype)
+    blocks = scale.reshape(tall, wide, 32, ROWS // 32, WIDE).permute(0, 3, 2, 1, 4)
+    each = blocks.float().reshape(tall * ROWS, wide * WIDE)[:rows, : values.shape[1] // kind.block]
+    return (values.unflatten(1, (each.shape[1], kind.block)) * each.unsqueeze(-1)).flatten(1)
+
+
+def dequantized_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    """a [M, K] @ b [K, N] of operands times their scales, in float32."""
+    return dequantized(a, scale_a) @ dequantized(b.t(), scale_b).t()

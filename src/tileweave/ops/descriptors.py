@@ -27,6 +27,12 @@ def as_operand(x: torch.Tensor, by_rows: bool = False) -> torch.Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
 
 
+def as_operands(a: torch.Tensor, b: torch.Tensor, inner_last: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """a [M, K] and b [K, N] as TMA can address them; `inner_last`: with K in one piece, as the tensor cores take
+    operands of 8 and of 4 bits."""
+    return as_operand(a, inner_last), as_operand(b.t(), inner_last).t() if inner_last else as_operand(b)
+
+
 @overload
 def in_one_piece(x: torch.Tensor) -> torch.Tensor: ...
 @overload

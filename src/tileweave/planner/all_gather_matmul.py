@@ -11,6 +11,7 @@ from tileweave.planner.cost import Cost, push_rate
 from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import SPLITS, Plan, Way
 from tileweave.planner.tiling import (
+    CORE_ROWS,
     GROUP_ROWS,
     SLOWING,
     Tile,
@@ -42,7 +43,7 @@ class Problem:
 
     rows, k: this rank's shard of A; ns: columns of each B; sms: SMs the kernel may use on this rank; linked: whether
     peers are behind a link (False for virtual and emulated ranks); operand_bytes: size of an element of A and B;
-    cores: those of `Plan.core` that there are.
+    cores: those of `Plan.core` that there are; scales: of each row in a K step, 0 if it has none of blocks along K.
     """
 
     rows: int
@@ -53,6 +54,7 @@ class Problem:
     linked: bool = True
     operand_bytes: int = 2
     cores: tuple[str, ...] = ("wgmma",)
+    scales: int = 0
 
 
 def joined(problem: Problem, plan: Plan) -> bool:
@@ -105,6 +107,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return f"plan.schedule={plan.schedule!r}: all_gather_matmul has {legal} with {plan.mechanism!r}"
     if joined(problem, plan) and problem.operand_bytes == 1:
         return "plan.schedule='one_shot': rows of 8-bit operands have scales, which stay apart; 'inter_sm' would do"
+    if problem.scales and problem.world > 1 and plan.mechanism != "tma":
+        return f"plan.mechanism={plan.mechanism!r}: scales in blocks travel with their rows by 'tma' alone"
     most = problem.sms if plan.schedule == "none" else problem.sms - 1
     if problem.world == 1:
         if plan.comm_sms != 0:
@@ -118,13 +122,14 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
         return f"plan.schedule={plan.schedule!r} needs an SM to communicate and one to multiply; 'none' would do with 1"
     elif not 1 <= plan.comm_sms <= most:
         return f"plan.comm_sms={plan.comm_sms}: the {plan.schedule} schedule has 1 to {most} with {problem.sms} SMs"
-    tileless = core.untileable(plan, 2, hardware, problem.operand_bytes, problem.cores)
+    tileless = core.untileable(plan, 2, hardware, problem.operand_bytes, problem.cores, problem.scales)
     shared = core.unshareable(_alone(problem, plan), plan)
     return tileless or shared or core.roomless(workspace_bytes(problem, plan), hardware)
 
 
 def workspace_bytes(problem: Problem, plan: Plan) -> int:
-    """Bytes of a rank's slots, each with the gathered rows, K in whole steps. The copy engine has one."""
+    """Bytes of a rank's slots, each with the gathered rows, K in whole steps, and scales of blocks. The copy engine has
+    one."""
     if problem.world == 1:
         return 0
     rows = problem.rows
@@ -132,7 +137,9 @@ def workspace_bytes(problem: Problem, plan: Plan) -> int:
         rows = math.ceil(rows / plan.tile[0]) * plan.tile[0]
     places = problem.world + (1 if joined(problem, plan) else 0)
     slots = 1 if plan.mechanism == "copy_engine" else core.SLOTS
-    return slots * places * rows * math.ceil(problem.k / plan.tile[2]) * plan.tile[2] * problem.operand_bytes
+    scaled = math.ceil(rows / CORE_ROWS) * CORE_ROWS * problem.scales
+    steps = math.ceil(problem.k / plan.tile[2])
+    return slots * places * steps * (rows * plan.tile[2] * problem.operand_bytes + scaled)
 
 
 def _alone(problem: Problem, plan: Plan) -> core.Problem:
@@ -229,8 +236,9 @@ def candidates(
     """All plans that can run `problem`, each with its predicted microseconds, the fastest first; of equals, the one
     with the fewest communicators: in the ways that are tried, by default `ways`; one shot only where rows are few."""
     found: list[tuple[float, Plan]] = []
+    tilings = tilings_of(problem.operand_bytes, problem.cores[0], problem.scales)
     for (mechanism, schedule, comm_sms), tiling, split in product(
-        ways(problem) if tried is None else tried, tilings_of(problem.operand_bytes, problem.cores[0]), SPLITS
+        ways(problem) if tried is None else tried, tilings, SPLITS
     ):
         if mechanism == "copy_engine" and problem.k % tiling.tile[2]:  # it copies bytes: `a` would be padded first
             continue

@@ -40,7 +40,8 @@ class Problem:
 
     m, n: the product; k: this rank's share of the inner dimension; sms: SMs the kernel may use on this rank; norm:
     whether rows are normalized; linked: whether peers are behind a link (False for virtual and emulated ranks);
-    multicast: whether the fabric reaches all of them at once; cores: those of `Plan.core` that there are.
+    multicast: whether the fabric reaches all of them at once; cores: those of `Plan.core` that there are;
+    operand_bytes: size of an element of a and b; scales: of each row in a K step, 0 if it has none of blocks along K.
     """
 
     m: int
@@ -52,6 +53,8 @@ class Problem:
     linked: bool = True
     multicast: bool = False
     cores: tuple[str, ...] = ("wgmma",)
+    operand_bytes: int = 2
+    scales: int = 0
 
 
 def computing(problem: Problem, plan: Plan) -> int:
@@ -84,9 +87,9 @@ def chunks_of(problem: Problem, plan: Plan) -> tuple[int, int]:
     return tiles, math.ceil(per / tiles)
 
 
-def result_buffers(plan: Plan, hardware: Hardware = H200) -> int:
+def result_buffers(problem: Problem, plan: Plan, hardware: Hardware = H200) -> int:
     """Buffers for finished parts of each multiplier, beside those of a mover; 0 if none fits."""
-    return part_buffers(plan.tile, plan.stages, 2, _less_movers(plan, hardware), plan.core)
+    return part_buffers(plan.tile, plan.stages, 2, _less_movers(plan, hardware), plan.core, problem.scales)
 
 
 def _less_movers(plan: Plan, hardware: Hardware) -> Hardware:
@@ -140,7 +143,8 @@ def unsupported(problem: Problem, plan: Plan, hardware: Hardware = H200) -> str 
             f"plan.tile={plan.tile} with plan.split={plan.split}: "
             f"the {plan.schedule} schedule has registers for tiles of up to {SMALL_TILE} elements then"
         )
-    tileless = core.untileable(plan, 2, _less_movers(plan, hardware), cores=problem.cores)
+    of = problem.operand_bytes, problem.cores, problem.scales
+    tileless = core.untileable(plan, 2, _less_movers(plan, hardware), *of)
     shared = core.unshareable(_alone(problem, plan), plan)
     return tileless or shared or core.roomless(workspace_bytes(problem, plan), hardware)
 
@@ -164,7 +168,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     sum_rate = min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
     result, shots = 2.0 * problem.m * problem.n, SHOTS[plan.schedule]
     sent = sent_bytes(problem, plan)
-    operands = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
+    operands = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware) * problem.operand_bytes / 2
     memory = hardware.launch_us + (operands + result + (sent if shots else 0)) / memory_rate
     linked = problem.linked and shots > 0
     link = hardware.launch_us + sent / (hardware.link_gb_per_s * 1e3) if linked else 0.0
@@ -238,7 +242,9 @@ def candidates(
     tried, by default `ways`."""
     found: list[tuple[float, Plan]] = []
     for (mechanism, schedule, comm_sms), tiling, split in product(
-        ways(problem) if tried is None else tried, tilings_of(2, problem.cores[0]), SPLITS
+        ways(problem) if tried is None else tried,
+        tilings_of(problem.operand_bytes, problem.cores[0], problem.scales),
+        SPLITS,
     ):
         plan = Plan(mechanism, schedule, tiling.tile, tiling.stages, split, comm_sms, core=problem.cores[0])
         if unsupported(problem, plan, hardware):
@@ -277,5 +283,5 @@ def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     size = f"{plan.tile[0]} x {plan.tile[1]}"
     sms = f"{computing(problem, plan)} SMs" + (f" beside {plan.comm_sms} communicators" if plan.comm_sms else "")
     reason = f"{way}; {count} of {size}{last} on {sms} is the cheapest tiling"
-    reason += f"; {ring_says(tiling_of(plan.tile, plan.stages).on(hardware))}"
+    reason += f"; {ring_says(tiling_of(plan.tile, plan.stages, problem.operand_bytes).on(hardware))}"
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

@@ -187,21 +187,10 @@ def first(found: list[tuple[float, Plan]], hardware: Hardware) -> tuple[float, P
 
 
 def unscalable(problem: Problem, plan: Plan) -> str | None:
-    """Why tiles cannot have scales of blocks along K, which lie together for CORE_ROWS rows; None if they can."""
-    if not problem.scales:
-        return None
-    columns, rows = tensor_columns(plan.tile, problem.scales), problem.m // problem.world
-    if plan.tile[1] % CORE_ROWS:
-        return (
-            f"plan.tile[1]={plan.tile[1]}: with scales in blocks, which lie together for {CORE_ROWS} columns, a tile "
-            f"has {CORE_ROWS} columns"
-        )
-    if columns > TENSOR_COLUMNS:
-        return (
-            f"plan.tile[1]={plan.tile[1]}: with scales in blocks so wide a tile needs {columns} columns of tensor "
-            f"memory, an SM has {TENSOR_COLUMNS}; {CORE_ROWS} would do"
-        )
-    if problem.world > 1 and plan.schedule in ("intra_sm", "inter_sm") and rows % CORE_ROWS:
+    """Why a rank's tiles cannot begin at rows of A whose scales of blocks lie together, CORE_ROWS of them; None if they
+    can."""
+    rows = problem.m // problem.world
+    if problem.scales and problem.world > 1 and plan.schedule in ("intra_sm", "inter_sm") and rows % CORE_ROWS:
         return (
             f"plan.schedule={plan.schedule!r}: with scales in blocks a rank's {rows} rows must be a multiple of "
             f"{CORE_ROWS}; 'one_shot' and 'none' would do"
@@ -252,6 +241,16 @@ def untileable(
             return f"plan.tile[{i}]={plan.tile[i]}: {legal}"
     if plan.tile[0] * plan.tile[1] > 128 * 256:
         return f"plan.tile={plan.tile}: the accumulator holds at most {128 * 256} elements"
+    if scales and plan.tile[1] % CORE_ROWS:
+        return (
+            f"plan.tile[1]={plan.tile[1]}: with scales in blocks, which lie together for {CORE_ROWS} columns, a tile "
+            f"has {CORE_ROWS} columns"
+        )
+    if scales and (columns := tensor_columns(plan.tile, scales)) > TENSOR_COLUMNS:
+        return (
+            f"plan.tile[1]={plan.tile[1]}: with scales in blocks so wide a tile needs {columns} columns of tensor "
+            f"memory, an SM has {TENSOR_COLUMNS}; {CORE_ROWS} would do"
+        )
     if plan.stages < 2:
         return f"plan.stages={plan.stages}: the ring needs at least 2"
     if part_buffers(plan.tile, plan.stages, message_bytes, hardware, plan.core, scales) < 1:

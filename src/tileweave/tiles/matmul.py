@@ -27,11 +27,11 @@ through `scratch`, in float32, and each finishes every split-th part. All of thi
 | flags[rank][FIRST_SHARE + h * grid + cta] = epoch | multiplier h of a CTA that shares a tile, its accumulator is in scratch | multipliers h of those that share it | release / acquire, sys | monotonic; scratch belongs to one launch |
 
 A fused kernel states what differs: LOCATE (which tile comes t-th, and where its rows lie), BEFORE_LOAD (what the loads
-of a tile must wait for), LOAD (where the operands of a K step come from), WITHIN (how many of its K steps a
-multiplier's rows take, where some tiles are not full; TENSOR does not ask), AHEAD and SCALE (factors of an
-accumulator, loaded before its K steps, or, TENSOR, of a part, which is a pair where a tile is made of two products),
-MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and PUBLISH (where a part goes, and
-who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
+of a tile must wait for), LOAD (where the operands of a K step come from), LOAD_SCALES (and scales of blocks along K, if
+they have any), WITHIN (how many of its K steps a multiplier's rows take, where some tiles are not full; TENSOR does not
+ask), AHEAD and SCALE (factors of an accumulator, loaded before its K steps, or, TENSOR, of a part, which is a pair where
+a tile is made of two products), MEET, LOAD_MORE and EPILOGUE (what an accumulator waits for and takes in), STORE and
+PUBLISH (where a part goes, and who is told) and COMMUNICATE. Its `work` aggregate holds a `Matmul` as `work.matmul`.
 """
 
 from tileweave import lang as gl
@@ -244,7 +244,7 @@ def no_communicator(work):
 @gl.jit
 def load_role(
     work, LOCATE: gl.constexpr, BEFORE_LOAD: gl.constexpr, LOAD: gl.constexpr, MEET: gl.constexpr,
-    LOAD_MORE: gl.constexpr, now=None, scales=None,
+    LOAD_MORE: gl.constexpr, now=None, scales=None, LOAD_SCALES: gl.constexpr = load_scales,
 ):  # fmt: skip
     """Loader: for each tile, all K steps of A and B through the ring, then what its epilogue takes in. TENSOR: `now` is
     this call's epoch, as a commit does not tell the storers, by way of the multiplier, that this role has read it; with
@@ -263,9 +263,9 @@ def load_role(
             mm.ring.producer_wait(at)
             bar = mm.ring.ready_at(at)
             gl.mbarrier_expect(bar, (mm.A_ROWS + mm.ACC) * STEP_BYTES + BESIDE)
-            LOAD(work, at, bar, owner, a_row, col, step, epoch, there)
             if scales is not None:
-                load_scales(scales, at, bar, a_row, col, step)
+                LOAD_SCALES(work, scales, at, bar, owner, a_row, col, step, epoch, there)
+            LOAD(work, at, bar, owner, a_row, col, step, epoch, there)
             at = mm.ring.next(at)
         if owner != previous:
             met = MEET(work, owner, epoch)
@@ -433,11 +433,12 @@ def run_matmul(
     LOAD_MORE: gl.constexpr, EPILOGUE: gl.constexpr, STORE: gl.constexpr, PUBLISH: gl.constexpr,
     COMMUNICATE: gl.constexpr, REGISTERS: gl.constexpr = 48, WITHIN: gl.constexpr = all_steps,
     AHEAD: gl.constexpr = nothing_ahead, SCALE: gl.constexpr = unscaled,
-    EXTRA: gl.constexpr = None, epoch=0, scales=None,
+    EXTRA: gl.constexpr = None, epoch=0, scales=None, LOAD_SCALES: gl.constexpr = load_scales,
 ):  # fmt: skip
     """Run the roles. A worker warp's 48 REGISTERS do for addresses and waits unless an op has many of them, a multiplier's
     224 for its accumulator; TENSOR leaves as many as anyone wants. With an EXTRA role `epoch` is this call's, read before any role may advance it.
-    TENSOR: `scales` are those of blocks along K."""
+    TENSOR: `scales` are those of blocks along K, which LOAD_SCALES loads ahead of the operands of a K step: a LOAD may wait
+    for all of it."""
     HALVES: gl.constexpr = work.matmul.HALVES
     if gl.program_id(0) < work.matmul.COMM_SMS:
         COMMUNICATE(work)
@@ -449,7 +450,7 @@ def run_matmul(
         gl.warp_specialize(
             [
                 (multiply_role, (work, 0, LOCATE, EPILOGUE, WITHIN, AHEAD, SCALE, accumulators)),
-                (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, NOBODY, NOTHING, now, scales)),
+                (load_role, (work, LOCATE, BEFORE_LOAD, LOAD, NOBODY, NOTHING, now, scales, LOAD_SCALES)),
                 (issue_role, (work, accumulators, scales)),
                 (fetch_role, (work, LOCATE, MEET, LOAD_MORE, now)),
                 (store_role, (work, 0, LOCATE, MEET, STORE, PUBLISH)),

@@ -59,7 +59,7 @@ MUTANTS = {
     "sent before it is there": (COMMUNICATOR, [("            mm.ring.consumer_wait(at)\n", "")], "R"),
     "fetched to one buffer": (COMMUNICATOR, [("            to = mm.ring.next(to)\n", "")], "RDP"),
     "sent from one buffer": (COMMUNICATOR, [("            at = mm.ring.next(at)\n", "")], "RDPW"),
-    "expects too few bytes": (KERNEL, [("(work.a.dtype.primitive_bitwidth // 8))", "(work.a.dtype.primitive_bitwidth // 16))")], "RDP"),
+    "expects too few bytes": (KERNEL, [("(work.a.dtype.primitive_bitwidth // 8)", "(work.a.dtype.primitive_bitwidth // 16)")], "RDP"),
     "the last item of a block left out": (COMMUNICATOR, [("(performed + 1) % share == 0", "performed % share == 0")], "R"),
     # epoch
     "a communicator counts as one storer": (COMMUNICATOR, [("for i in gl.static_range(mm.HALVES)", "for i in gl.static_range(1)")], "RDW"),

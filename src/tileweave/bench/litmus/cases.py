@@ -368,6 +368,11 @@ def tensor(name: str, how: str, section: str, made: Any = tensor_kernel.tensor_p
     return alone(name, made, dict(HOW=how), ("r0",), section, gpu=False, **more)
 
 
+def scales(name: str, how: str, section: str, **more: Any) -> Litmus:
+    """A test of scales on their way to tensor memory."""
+    return tensor(name, how, section, tensor_kernel.tensor_scales, **more)
+
+
 PRODUCTS = [
     tensor(
         "two products, commit, wait, sums", "right", f"{TENSOR} > Pipelined tcgen05 Instructions; tcgen05.commit",
@@ -419,6 +424,29 @@ PRODUCTS = [
     tensor(
         "cell written, told, product, commit, cell", "cell", "tcgen05.commit", tensor_kernel.tensor_passes_on,
         finding=RACE, weak=(0,),
+    ),
+    scales(
+        "scales loaded, mbarrier_wait, copied, product", "right",
+        f"{TENSOR} > Pipelined tcgen05 Instructions (tcgen05.cp before tcgen05.mma); {MBARRIER}",
+        allowed=one_of((0,)), never=(128,), shown=one_of((0,)),
+    ),
+    scales(
+        "scales loaded, copied, no wait", "early", MBARRIER,
+        finding=f"{SHARED_RACE} buf.*mbarrier_wait for the bytes of the TMA load", weak=(128,),
+    ),
+    scales(
+        "scales copied, their buffer, no wait", "buffer", "tcgen05.commit",
+        finding=f"{SHARED_RACE} buf.*tcgen05_commit", weak=(128,),
+    ),
+    scales(
+        "scales copied, commit, another partition's product", "told by a commit",
+        f"{TENSOR} > Canonical Synchronization Patterns; tcgen05.commit",
+        allowed=one_of((0,)), never=(128,), shown=one_of((0,)),
+    ),
+    scales(
+        "scales copied, arrival, another partition's product", "told by an arrival",
+        f"{TENSOR} > Pipelined tcgen05 Instructions (of one thread)",
+        finding="race on tensor memory .*_scales|read before anything has written", weak=(128,),
     ),
 ]  # fmt: skip
 

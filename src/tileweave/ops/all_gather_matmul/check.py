@@ -9,8 +9,11 @@ from functools import lru_cache
 
 import torch
 
+from tileweave.ops import block_scales
+from tileweave.ops.block_scales import check_block_scales, has_blocks, scales_in_step
 from tileweave.ops.contract import (
     DTYPES,
+    FP4,
     FP8,
     Like,
     Site,
@@ -27,9 +30,11 @@ from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import all_gather_matmul as planner
 from tileweave.planner.all_gather_matmul import Problem, unsupported
+from tileweave.planner.tiling import CORES
 
 NAME = "all_gather_matmul"
 WAY = "the group's all-gather, then torch.matmul"  # without a kernel
+WAY_OF_BLOCKS = f"the group's all-gather, then torch.matmul of {block_scales.DEQUANTIZED}"
 OVER_NODES = "the rows of each node in turn, its own first, while the others arrive"
 MAX_B = 3  # matrices that the kernel has arguments for
 
@@ -39,7 +44,8 @@ class Call:
     """A call that keeps the contract. rows, k: this rank's shard of A; ns: columns of each B.
 
     max_sms: the largest number of SMs that the kernel may use; 0: all that the fabric has. by_column: whether some B
-    has a scale for each column.
+    has a scale for each column. blocks: whether operands have scales of blocks along K; k counts elements, of which
+    float4 has one for two values.
     """
 
     dtype: torch.dtype
@@ -50,16 +56,17 @@ class Call:
     ns: tuple[int, ...]
     max_sms: int
     by_column: bool = False
+    blocks: bool = False
 
     @property
     def out_dtype(self) -> torch.dtype:
-        """Of the results: that of the operands, or bfloat16 where these are float8."""
-        return torch.bfloat16 if self.dtype == FP8 else self.dtype
+        """Of the results: that of the operands, or bfloat16 where these have scales."""
+        return self.dtype if self.dtype in DTYPES else torch.bfloat16
 
     @property
     def scaled(self) -> bool:
-        """Whether operands have scales."""
-        return self.dtype == FP8
+        """Whether operands have scales, of whole rows and columns."""
+        return self.dtype == FP8 and not self.blocks
 
     @property
     def local(self) -> bool:
@@ -98,8 +105,11 @@ def check(
     if len(a.shape) != 2:
         raise ValueError(f"{NAME}: a must be a matrix [M / world, K], got shape {list(a.shape)}")
     (rows, k), dtype = a.shape, a.dtype
-    if dtype not in (*DTYPES, FP8):
-        raise ValueError(f"{NAME}: a and b must be bfloat16 or float16, or float8_e4m3fn with scales, got {dtype}")
+    if dtype not in (*DTYPES, FP8, FP4):
+        raise ValueError(
+            f"{NAME}: a and b must be bfloat16 or float16, or float8_e4m3fn or float4_e2m1fn_x2 with scales, "
+            f"got {dtype}"
+        )
     for i, x in enumerate(b):
         if len(x.shape) != 2 or x.shape[0] != k:
             raise ValueError(
@@ -111,12 +121,17 @@ def check(
     if bias and len(bias) != len(b):
         raise ValueError(f"{NAME}: bias must have one for each of the {len(b)} b, got {len(bias)}")
     ns = tuple(x.shape[1] for x in b)
-    check_scale(NAME, "scale_a", scale_a, (rows, 1), a)
     if scale_b and len(scale_b) != len(b):
         raise ValueError(f"{NAME}: scale_b must have one for each of the {len(b)} b, got {len(scale_b)}")
-    for i, n in enumerate(ns):
-        check_scale(NAME, f"scale_b[{i}]", scale_b[i] if scale_b else None, (1, n), a)
-    wide = torch.bfloat16 if dtype == FP8 else dtype
+    blocks = has_blocks(a, scale_a)
+    named = [(f"scale_b[{i}]", scale_b[i] if scale_b else None, n) for i, n in enumerate(ns)]
+    if blocks:
+        check_block_scales(NAME, a, (("scale_a", scale_a, rows), *named))
+    else:
+        check_scale(NAME, "scale_a", scale_a, (rows, 1), a)
+        for name, scale, n in named:
+            check_scale(NAME, name, scale, (1, n), a)
+    wide = dtype if dtype in DTYPES else torch.bfloat16
     for i, (x, n) in enumerate(zip(bias, ns, strict=False)):
         if tuple(x.shape) != (n,) or x.dtype != wide or x.device != a.device:
             raise ValueError(
@@ -125,8 +140,8 @@ def check(
             )
     if max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {max_sms}")
-    by_column = any(scale.shape.numel() > 1 for scale in scale_b)
-    return Call(dtype, bool(bias), return_gathered, rows, k, ns, max_sms, by_column)
+    by_column = not blocks and any(scale.shape.numel() > 1 for scale in scale_b)
+    return Call(dtype, bool(bias), return_gathered, rows, k, ns, max_sms, by_column, blocks)
 
 
 @lru_cache(maxsize=4096)
@@ -148,12 +163,13 @@ def settle(
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
-    if site.inside is not None and not call.local:
+    if site.inside is not None and not call.local and not call.blocks:  # scales of blocks are not cut
         check_nodes(NAME, site, lambda each: unfit(each, call, plan, hardware))
         inside, cut = choose(site.inside, call, device, plan, hardware), rows_over_nodes(call, site.nodes)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
     hardware = site.on(hardware)
-    refusal = out_of_reach(site, device) or unaddressable(call)
+    cores = block_scales.CORES if call.blocks else CORES
+    refusal = out_of_reach(site, device, cores=cores) or unaddressable(call)
     problem = problem_of(site, call)
     if why := unfit(site, call, plan, hardware):
         raise ValueError(f"{NAME}: {why}")
@@ -162,9 +178,9 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
     if refusal is None and sum(call.ns) == 0:
         refusal = "the results but for the gathered rows are empty"
     if refusal:
-        return fallback(NAME, refusal, WAY, plan)
-    # torch multiplies float8 with scales in float32, which is not what is predicted of it, and leaves no SMs to others.
-    way = None if call.scaled or call.max_sms else WAY
+        return fallback(NAME, refusal, WAY_OF_BLOCKS if call.blocks else WAY, plan)
+    # torch multiplies what has scales in float32, which is not what is predicted of it, and leaves no SMs to others.
+    way = None if call.dtype not in DTYPES or call.max_sms else WAY
     return by_plan(NAME, site, problem, planner, plan, way, hardware)
 
 
@@ -200,9 +216,12 @@ def impossible(site: Site, plan: Plan) -> str | None:
 def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     usable = site.usable(call.max_sms)
-    return Problem(call.rows, call.ns, call.k, site.world, usable, site.linked, call.dtype.itemsize, site.cores)
+    cores, scales = (block_scales.CORES, scales_in_step(call.dtype)) if call.blocks else (site.cores, 0)
+    return Problem(call.rows, call.ns, call.k, site.world, usable, site.linked, call.dtype.itemsize, cores, scales)
 
 
 def unaddressable(call: Call) -> str | None:
     """Why TMA cannot address these shapes; None if it can."""
+    if call.blocks and (why := block_scales.unaddressable(call.k, call.dtype)):
+        return why
     return unaligned(*(("N", n, 8) for n in call.ns), ("K", call.k, 16 // call.dtype.itemsize))

@@ -5,6 +5,7 @@ from a slot that their owners fill. So r's shard goes to rank r-1 first, which n
 each rank sends to one and receives from one. B is up to three matrices side by side, each of which has
 whole columns of tiles, and a result of its own (`Column`). GATHERED: loaders store the A tiles that they pass, each tile of
 the result a share of its row's, into an ordinary tensor. SCALED: 8-bit operands, whose scales go along with the rows.
+BLOCKS: operands with scales of blocks along K, of which those of a tile of A go along with the tile (`block_scales`).
 
 JOINED (one shot), for few rows: all ranks' rows, this rank's too, lie one behind the other in a slot, and are multiplied as
 one matrix, whose tiles have rows of several ranks and wait for all of these.
@@ -22,11 +23,13 @@ and of the communicator:
 | flags[d][r * PER + i] = epoch | rank r, the last communicator that sent d (JOINED: maybe itself) its i-th block | rank d's loaders, before a tile of these rows | release / acquire, sys; then a proxy fence | monotonic; those that calls of few blocks leave out are raised every REFRESH calls |
 | slot e % 2 of rank d | peers in call e (TMA or register stores; MULTIMEM: through another address, hence an alias fence behind the wait); DIRECT: d itself | d's loaders after flags; DIRECT: peers' loaders | flags | written again in call e + 2, by a rank that has ended call e + 1, in which it waited for every peer, each of which had ended call e before |
 | scales in slot e % 2 of rank d | as the rows of their block, by the communicator that tells of it | d's multipliers, for whom its loader has waited | flags; then ring.ready | as the rows |
+| BLOCKS: scales in slot e % 2 of rank d | as the rows, by the communicator of the tile, ahead of its part in the block's count | d's loaders; DIRECT: peers' loaders, as for the rows | flags | as the rows |
 | ring, a use whose A tile goes to `gathered` | loader's TMA load | multipliers, and the loader before it stores | mbarrier, CTA | store_read_wait before the loader goes on |
 
 A wait that times out makes the loader load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
 Of 16-bit words, also where the operands have 8 bits: the upper half of any such NaN is one of theirs. Multipliers do not know,
-and may then read a scale that is being written: NaN times whatever it is remains NaN.
+and may then read a scale that is being written: NaN times whatever it is remains NaN. BLOCKS: what is loaded from beyond
+the slot is scales too, as 4-bit operands have no NaN.
 
 **Copy engine**, with a channel of its own. The host enqueues the copies, so it cannot know the epoch, nor which of two slots
 it leads to: there is one (SLOTS = 1), which a source writes again when its receivers have said that they are done. On the
@@ -43,6 +46,15 @@ copies run beside it: to r-1 first, block by block, behind each the word or word
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.block_scales import (
+    RowScales,
+    fetch_row_scales,
+    load_row_scales,
+    load_scale,
+    load_scales,
+    make_block_scales,
+    send_row_scales,
+)
 from tileweave.tiles.columns import Column, col_tiles, column, load_b, store
 from tileweave.tiles.communicator import copy_blocks, finish_all, operand_buf, place_buf, send_blocks
 from tileweave.tiles.matmul import (
@@ -97,6 +109,7 @@ class Work:
     slot_places: gl.tensor  # how many places the second slot is from the first
     at: Pointers
     epoch: gl.tensor  # read where multipliers need it: SCALED
+    row_scales: RowScales  # BLOCKS
     c0: Column
     c1: Column
     c2: Column
@@ -107,6 +120,7 @@ class Work:
     COLUMNS: gl.constexpr
     HAS_BIAS: gl.constexpr
     SCALED: gl.constexpr
+    BLOCKS: gl.constexpr
     RECEIVERS: gl.constexpr  # ranks that are sent this rank's rows
     BY_COLUMN: gl.constexpr  # a scale for each column of B
     GATHERED: gl.constexpr
@@ -120,12 +134,13 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, a, slots, gathered, joined, slot_places, at, epoch, c0, c1, c2, rows, blocks, block_tiles,
-        share, COLUMNS, HAS_BIAS, SCALED, RECEIVERS, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
+        self, matmul, flags, a, slots, gathered, joined, slot_places, at, epoch, row_scales, c0, c1, c2, rows, blocks, block_tiles,
+        share, COLUMNS, HAS_BIAS, SCALED, BLOCKS, RECEIVERS, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
     ):  # fmt: skip
         self.matmul, self.flags, self.a, self.slots, self.gathered = matmul, flags, a, slots, gathered
         self.joined, self.slot_places, self.RECEIVERS = joined, slot_places, gl.constexpr(RECEIVERS)
         self.at, self.epoch, self.SLOTS = at, epoch, gl.constexpr(SLOTS)
+        self.row_scales, self.BLOCKS = row_scales, gl.constexpr(BLOCKS)
         self.SCALED, self.BY_COLUMN = gl.constexpr(SCALED), gl.constexpr(BY_COLUMN)
         self.BY_REGISTERS, self.MULTIMEM = gl.constexpr(BY_REGISTERS), gl.constexpr(MULTIMEM)
         self.c0, self.c1, self.c2 = c0, c1, c2
@@ -240,6 +255,17 @@ def load(work, at, bar, owner, row, col, step, epoch, there):
 
 
 @gl.jit
+def load_scales_of(work, scales, at, bar, owner, row, col, step, epoch, there):
+    """Loader, BLOCKS: a K step's scales, A's of own rows or from a slot."""
+    if owner == work.flags.rank:
+        load_scales(work, scales, at, bar, owner, row, col, step, epoch, there)
+    else:
+        load_scale(scales.b_desc, scales.b_bufs.index(at.slot), bar, col, step)
+        source, rows = owner if work.DIRECT else work.flags.rank, gl.where(there, row, work.rows)
+        load_row_scales(work.row_scales, at, bar, source, place(work, owner, epoch), rows, step)
+
+
+@gl.jit
 def keep(work, at, owner, row, col, step):
     """Loader, GATHERED: store a tile of A that it passes, if it is this column's to store."""
     mm = work.matmul
@@ -296,10 +322,14 @@ def fetch(work, block, i, at):
     """Communicator: as many tiles of own rows as operands leave room for."""
     mm = work.matmul
     TILES: gl.constexpr = 1 + mm.BN // mm.BM  # in a place of the ring, with what is meant for B
-    gl.mbarrier_expect(mm.ring.ready_at(at), TILES * mm.BM * mm.BK * (work.a.dtype.primitive_bitwidth // 8))
+    TILE_BYTES: gl.constexpr = mm.BM * mm.BK * (work.a.dtype.primitive_bitwidth // 8)
+    BESIDE: gl.constexpr = mm.BM * 4 * work.row_scales.own.block_shape[1] if work.BLOCKS else 0
+    gl.mbarrier_expect(mm.ring.ready_at(at), TILES * (TILE_BYTES + BESIDE))
     for j in gl.static_range(TILES):
         row, step = tile_of(work, block, (i * mm.COMM_SMS + gl.program_id(0)) * TILES + j)
         gl.tma_load(work.a, [row, step * mm.BK], mm.ring.ready_at(at), place_buf(mm, at, j, work.a))
+        if work.BLOCKS:
+            fetch_row_scales(work.row_scales, at, j, mm.ring.ready_at(at), row, step)
 
 
 @gl.jit
@@ -310,6 +340,8 @@ def send(work, block, i, at, epoch):
         row, step = tile_of(work, block, (i * work.matmul.COMM_SMS + gl.program_id(0)) * TILES + j)
         where = [place(work, work.flags.rank, epoch), row, step * work.slots.block_shape[3]]
         gl.store_async(work.slots, receiver(work, block), where, place_buf(work.matmul, at, j, work.slots))
+        if work.BLOCKS:
+            send_row_scales(work.row_scales, at, j, receiver(work, block), where[0], row, step)
 
 
 @gl.jit
@@ -378,7 +410,8 @@ def communicate(work):
     elif work.BY_REGISTERS:
         copy_blocks(work, blocks, work.share, epoch, copy_tile, tell)
     else:
-        send_blocks(work, blocks, work.share, epoch, fetch, send, tell, 1 + work.matmul.BN // work.matmul.BM)
+        STORES: gl.constexpr = (1 + work.matmul.BN // work.matmul.BM) * (2 if work.BLOCKS else 1)
+        send_blocks(work, blocks, work.share, epoch, fetch, send, tell, STORES)
     if work.LAST:
         finish_all(work.matmul, epoch)
 
@@ -417,7 +450,7 @@ def await_places_kernel(rank, flags_ptr, flags_stride, state, timeout_us, WORLD:
 def all_gather_matmul_kernel(
     rank, a_desc, slots_desc, gathered_desc, a, scale_a, step_a, b0, b1, b2, out0, out1, out2, bias0, bias1, bias2,
     scale0, scale1, scale2, scratch, a_lines, places, scales, everywhere, rank_lines,
-    place_lines, joined_desc, slot_places, flags_ptr, flags_stride, state, timeout_us, n0, n1, n2, rows, k, whole, split, blocks, block_tiles, share,
+    place_lines, joined_desc, slot_places, scales_a_desc, scales_b_desc, scale_slots_desc, flags_ptr, flags_stride, state, timeout_us, n0, n1, n2, rows, k, whole, split, blocks, block_tiles, share,
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, C_BUFS: gl.constexpr,
     SHARED: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, COLUMNS: gl.constexpr, HAS_BIAS: gl.constexpr,
     SCALED: gl.constexpr, BY_COLUMN: gl.constexpr, GATHERED: gl.constexpr, DIRECT: gl.constexpr, BY_REGISTERS: gl.constexpr, MULTIMEM: gl.constexpr,
@@ -425,9 +458,10 @@ def all_gather_matmul_kernel(
 ):  # fmt: skip
     """out_i [WORLD, rows, n_i] = all ranks' a [rows, k] @ this rank's b_i [k, n_i]. Grid: co-resident CTAs, one per SM.
 
-    Unless JOINED, joined_desc and slot_places are None.
+    Unless JOINED, joined_desc and slot_places are None; unless BLOCKS, the descriptors of scales.
     """
     JOINED: gl.constexpr = joined_desc is not None
+    BLOCKS: gl.constexpr = scales_a_desc is not None
     RECEIVERS: gl.constexpr = WORLD if JOINED else WORLD - 1
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     c0 = column(b0, out0, bias0, scale0, gl.to_tensor(0), n0, BN)
@@ -442,14 +476,18 @@ def all_gather_matmul_kernel(
         a_desc, b0, out0, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
         False, B_T, COMM_SMS,
     )  # fmt: skip
+    block_scales, row_scales = None, RowScales(a_desc, slots_desc, mm.a_bufs, mm.b_bufs)  # at which nobody looks
+    if BLOCKS:
+        block_scales = make_block_scales(mm, scales_a_desc, scales_b_desc)
+        row_scales = RowScales(scales_a_desc, scale_slots_desc, block_scales.a_bufs, block_scales.b_bufs)
     k_lines = k * (a_desc.dtype.primitive_bitwidth // 8) // 16
     all_places = gl.multicast_pointer(everywhere, a.dtype.element_ty) if MULTIMEM else places
     at = Pointers(a, a_lines, k_lines, scale_a, step_a, places, scales, all_places, rank_lines, place_lines)
     gl.grid_dependency_wait()
     epoch = this_epoch(mm) if SCALED else rows
     work = Work(
-        mm, flags, a_desc, slots_desc, gathered_desc, joined_desc, slot_places, at, epoch, c0, c1, c2, rows, blocks,
-        block_tiles, share, COLUMNS, HAS_BIAS, SCALED, RECEIVERS, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
+        mm, flags, a_desc, slots_desc, gathered_desc, joined_desc, slot_places, at, epoch, row_scales, c0, c1, c2, rows, blocks,
+        block_tiles, share, COLUMNS, HAS_BIAS, SCALED, BLOCKS, RECEIVERS, BY_COLUMN, GATHERED, DIRECT, BY_REGISTERS, MULTIMEM, LAST, SLOTS, PER, GROUP,
     )  # fmt: skip
     COMMUNICATE: gl.constexpr = communicate if COMM_SMS > 0 else no_communicator
     PUBLISH: gl.constexpr = give_back if SLOTS == 1 else nobody_to_tell
@@ -457,5 +495,6 @@ def all_gather_matmul_kernel(
     BEFORE_LOAD: gl.constexpr = before_load_joined if JOINED else before_load
     LOAD: gl.constexpr = load_joined if JOINED else load
     run_matmul(
-        work, LOCATE, BEFORE_LOAD, LOAD, nobody_to_meet, nothing_more, epilogue, store, PUBLISH, COMMUNICATE, 64
+        work, LOCATE, BEFORE_LOAD, LOAD, nobody_to_meet, nothing_more, epilogue, store, PUBLISH, COMMUNICATE, 64,
+        scales=block_scales, LOAD_SCALES=load_scales_of,
     )  # fmt: skip

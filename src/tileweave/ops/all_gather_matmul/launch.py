@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +20,10 @@ from tileweave.ops.all_gather_matmul.places import (
     copying,
     flags_each,
     places_of,
+    scale_words_box,
 )
-from tileweave.ops.contract import Site
+from tileweave.ops.block_scales import as_blocks, as_bytes, dequantized, side_by_side, step_box
+from tileweave.ops.contract import DTYPES, Site
 from tileweave.ops.descriptors import ALIGN, Box, as_operand, by_rows, in_one_piece, is_addressable, slots_box
 from tileweave.planner import Plan
 from tileweave.planner.all_gather_matmul import block_tiles, computing_sms, item_tiles, joined, tiles_of
@@ -36,7 +39,7 @@ def unfused(
     """The fallback: the group's all-gather, then a matmul each. Collective unless `call.local`."""
     m = fabric.world_size * call.rows
     if scales is not None:
-        return _unfused_scaled(fabric, call, a, b, bias, scales)
+        return (_unfused_blocks if call.blocks else _unfused_scaled)(fabric, call, a, b, bias, scales)
     gathered = a.new_zeros(m, call.k) if call.local else fabric.all_gather(a)
     outs = [torch.matmul(gathered, x) for x in b]
     if bias:
@@ -62,6 +65,38 @@ def _unfused_scaled(
     return [*outs, gathered] if call.return_gathered else outs
 
 
+def _unfused_blocks(
+    fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, bias: Tensors, scales: tuple[torch.Tensor, Tensors]
+) -> list[torch.Tensor]:
+    """`unfused` of operands with scales of blocks along K, which each rank's rows have from a block on."""
+    world, gathered = fabric.world_size, as_bytes(a).new_zeros(fabric.world_size * call.rows, call.k).view(a.dtype)
+    if not call.local:
+        gathered = fabric.all_gather(a.contiguous().view(torch.uint8)).view(a.dtype)
+        of_rows = fabric.all_gather(scales[0].reshape(-1).view(torch.uint8)).view(scales[0].dtype).chunk(world)
+        shards = zip(gathered.split(call.rows), of_rows, strict=True)
+        wide = torch.cat([dequantized(*each) for each in shards])
+    outs = []
+    for i, (n, x, scale) in enumerate(zip(call.ns, b, scales[1], strict=True)):
+        out = a.new_zeros(len(gathered), n, dtype=torch.float32) if call.local else wide @ dequantized(x.t(), scale).t()
+        outs.append((out + bias[i].float() if bias else out).to(call.out_dtype))
+    return [*outs, gathered] if call.return_gathered else outs
+
+
+class Blocks(NamedTuple):
+    """Boxes of scales of blocks along K: of own rows, of all columns, and where those of peers' rows lie; in a world of
+    one a box instead, for own rows stand in for them."""
+
+    a: Box
+    b: Box
+    slots: Any
+
+    def at(self, scale_a: torch.Tensor, scale_b: Tensors) -> tuple:
+        """The kernel's arguments, of scales in one piece."""
+        own, columns = as_bytes(scale_a), as_bytes(side_by_side(scale_b))
+        slots = self.slots.at(as_words(own.view(-1))) if isinstance(self.slots, Box) else self.slots
+        return self.a.at(own), self.b.at(columns), slots
+
+
 @dataclass(slots=True)
 class Step:
     """One launch of a call: a grid, the kernel's arguments after scratch."""
@@ -77,7 +112,7 @@ class Prepared:
 
     ns: columns of all results, those that are empty included; gathered: None unless it is asked for; slots: where the
     peers' rows lie, in a world of one a box instead, for `a` stands in for them; copying: what a copy engine does, if
-    there is anything; steps: launches, one after the other.
+    there is anything; steps: launches, one after the other; blocks: of scales of blocks along K.
     """
 
     m: int
@@ -87,11 +122,12 @@ class Prepared:
     a: Box
     b: list[Box]
     outs: list[Box]
-    gathered: tuple[Box, int] | None
+    gathered: tuple[Box, int, torch.dtype] | None
     slots: Places | Box
     copying: Copying | None
     scratch: int
     steps: list[Step]
+    blocks: Blocks | None
 
     def launch(
         self, fabric: Fabric, a: torch.Tensor, b: Tensors, bias: Tensors, scales: Scales = None
@@ -102,12 +138,16 @@ class Prepared:
         outs, matrices = [results[i] for i in wide], [b[i] for i in wide]
         biases = [bias[i] for i in wide] if bias else outs
         scale_a, scale_b = (scales[0], [scales[1][i] for i in wide]) if scales else (outs[0], outs)
+        scaling: tuple = (None, None, None)
+        if self.blocks is not None:
+            scaling, scale_a, scale_b = self.blocks.at(scale_a, scale_b), outs[0], outs
+            a, matrices = as_bytes(a), [as_bytes(x) for x in matrices]
         a_desc = self.a.at(a)
         gathered = a_desc
         if self.gathered is not None:
-            box, k = self.gathered
-            results.append(torch.empty(self.m, k, dtype=a.dtype, device=self.device))
-            gathered = box.at(results[-1])
+            box, k, dtype = self.gathered
+            results.append(torch.empty(self.m, k, dtype=dtype, device=self.device))
+            gathered = box.at(as_bytes(results[-1]))
         scratch = torch.empty(self.scratch, dtype=torch.float32, device=self.device) if self.scratch else outs[0]
         slots, *places = self._places(a, scale_a)
         args = (
@@ -115,7 +155,7 @@ class Prepared:
             *_all([box.at(x) for box, x in zip(self.b, matrices, strict=True)]),
             *_all([box.at(x) for box, x in zip(self.outs, outs, strict=True)]),
             *_all(biases), *_all(scale_b), scratch,
-            a.stride(0) * a.element_size() // ALIGN, *places,
+            a.stride(0) * a.element_size() // ALIGN, *places, *scaling,
         )  # fmt: skip
         copies = self._copies(fabric, a, scale_a if scales else None)
         for step in self.steps:
@@ -157,7 +197,8 @@ def fused(
 ) -> tuple[list[torch.Tensor], Prepared | None]:
     """Launch the kernel on the current stream. Returns the results, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
-    own_a, own_b, own_bias = as_rows(a), alike(b, call.scaled), [in_one_piece(x) for x in bias]
+    a, b = as_bytes(a), [as_bytes(x) for x in b]  # torch copies no float4
+    own_a, own_b, own_bias = as_rows(a), alike(b, call.dtype not in DTYPES), [in_one_piece(x) for x in bias]
     if plan.mechanism == COPY_ENGINE:
         own_a = in_whole_steps(own_a, plan.tile[2])
     own_scales: Scales = None
@@ -166,7 +207,7 @@ def fused(
         own_scales = in_one_piece(scales[0]), [of_columns(x, n, call) for x, n in zip(scales[1], call.ns, strict=True)]
         pairs += zip([own_scales[0], *own_scales[1]], [scales[0], *scales[1]], strict=True)
     like_these = all(own is given for own, given in pairs)
-    prepared = prepare(fabric, call, own_a, own_b, plan)
+    prepared = prepare(fabric, call, own_a, own_b, plan, own_scales)
     return prepared.launch(fabric, own_a, own_b, own_bias, own_scales), prepared if like_these else None
 
 
@@ -208,7 +249,7 @@ def alike(b: Tensors, inner_last: bool) -> list[torch.Tensor]:
     return [turned(x) for x in own]
 
 
-def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, plan: Plan) -> Prepared:
+def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, plan: Plan, scales: Scales = None) -> Prepared:
     """Everything of a call but the tensors' data."""
     world, (bm, bn, bk) = fabric.world_size, plan.tile
     m, ns = world * call.rows, [n for n in call.ns if n]
@@ -235,12 +276,26 @@ def prepare(fabric: Fabric, call: Call, a: torch.Tensor, b: Tensors, plan: Plan)
         Box(a, (bm, bk)),
         [Box(x, (bn, bk) if b_t else (bk, bn)) for x, _ in rows_of_b],
         [Box(x, (1, *part)) for x in results],
-        (Box(a.new_empty(*shape, call.k), (1, bm, bk)), call.k) if call.return_gathered else None,
+        (Box(a.new_empty(*shape, call.k), (1, bm, bk)), call.k, call.dtype) if call.return_gathered else None,
         slots,
         copied,
         scratch,
         steps,
+        blocks_of(call, scales, slots, plan) if call.blocks and scales is not None else None,
     )
+
+
+def blocks_of(call: Call, scales: tuple[torch.Tensor, Tensors], slots: Places | Box, plan: Plan) -> Blocks:
+    """Boxes of scales of blocks along K; one for the columns of all b, each of which begins at a whole tile."""
+    (bm, bn, _), dtype = plan.tile, call.dtype
+    own = step_box(scales[0], call.rows, dtype, bm)
+    wide = [i for i, n in enumerate(call.ns) if n]
+    columns = sum(math.ceil(call.ns[i] / bn) * bn for i in wide)
+    of_b = step_box(side_by_side([scales[1][i] for i in wide]), columns, dtype, bn)
+    if isinstance(slots, Places):
+        return Blocks(own, of_b, slots.blocks)
+    words = as_words(as_blocks(scales[0], call.rows))
+    return Blocks(own, of_b, scale_words_box(words.view(1, 1, len(words), -1, 128), call))
 
 
 def steps_of(
@@ -269,7 +324,7 @@ def steps_of(
             call.rows, call.k, whole, plan.split, math.ceil(math.ceil(call.rows / bm) / height), height,
             math.ceil(height * k_steps / max(plan.comm_sms * item_tiles(plan), 1)),
             world, bm, bn, bk, plan.stages,
-            part_buffers(plan.tile, plan.stages, call.out_dtype.itemsize, core=plan.core),
+            part_buffers(plan.tile, plan.stages, call.out_dtype.itemsize, core=plan.core, scales=problem.scales),
             plan.split > 1, GROUP_ROWS, b_t, len(ns), call.bias, call.scaled, call.by_column, call.return_gathered,
             plan.schedule == "intra_sm", plan.mechanism == "register", by_multicast, last, 1 if by_copies else 2, per,
             comm_sms,

@@ -29,8 +29,9 @@ def all_gather_matmul(
     """The rows of all ranks times this rank's `b`: a matmul that starts with its own rows while the others arrive.
 
     Args:
-        a: `[M / world, K]`, bfloat16, float16 or, with scales, float8_e4m3fn, any strides; rows in one piece cost no
-            copy, or, where the copy engine sends them, rows one behind the other. M may be 0.
+        a: `[M / world, K]`, bfloat16, float16 or, with scales, float8_e4m3fn or float4_e2m1fn_x2, two values in an
+            element, any strides; rows in one piece cost no copy, or, where the copy engine sends them, rows one behind
+            the other. M may be 0.
         b: `[K, N_local]`, dtype and device of `a`; a transposed weight (`w.t()`) costs no copy. Or a list of one to
             three such, of any widths (q, k and v projections), which share the gather and the kernel; they cost no copy
             if they have one stride order. Shapes are the same on every rank.
@@ -54,11 +55,13 @@ def all_gather_matmul(
             for each of this rank's rows, `[M / world, 1]`, which are gathered with them, and each column of b,
             `[1, N_local]`; for a list of b a list as long. The tensor cores take 8-bit operands with K in one piece: a
             row-major a and a transposed weight are not copied. They sum them with about 14 bits. No gradients.
+            Or scales of blocks along K (mxfp8, nvfp4) as `matmul_reduce_scatter` takes them, and with the same limits:
+            those of this rank's rows go along with them. Schedules inter_sm, intra_sm and none, by "tma".
 
     Returns:
         `[M, N_local]`, the rows in rank order, or a list of such for a list of b; with `return_gathered` a pair of that
-        and `[M, K]`. Fresh contiguous tensors of `a`'s dtype, results of float8 operands of bfloat16, ready on the
-        current stream. Products are accumulated in float32.
+        and `[M, K]`. Fresh contiguous tensors of `a`'s dtype, results of operands with scales of bfloat16, ready
+        on the current stream. Products are accumulated in float32.
 
     Where the fabric or the shape does not allow the fused kernel (`explain` says why) the same is computed by the
     group's own all-gather and torch.matmul. Over several nodes it is composed of calls inside each.

@@ -24,7 +24,8 @@ from tileweave.fabric import group_size, named_fabric
 from tileweave.ops.all_gather_matmul.check import NAME, check, check_kinds, rows_over_nodes, settle
 from tileweave.ops.all_gather_matmul.launch import fused, unfused
 from tileweave.ops.all_gather_matmul.places import CHANNELS, channel_name
-from tileweave.ops.contract import FP8, Agreement, Like, Site
+from tileweave.ops.block_scales import KINDS
+from tileweave.ops.contract import Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.nodes import gathered
 from tileweave.ops.registration import (
@@ -171,8 +172,8 @@ def _autograd(keys, a, b, group_name, bias, return_gathered, plan, max_sms, rega
     scales = () if scale_a is None else (scale_a, *(scale_b or ()))
     refuse_transforms(NAME, *tensors)
     if wants_gradients(*tensors, *scales):
-        if a.dtype == FP8:
-            raise NotImplementedError(f"{NAME} of float8_e4m3fn operands has no gradients; detach() them")
+        if a.dtype in KINDS:
+            raise NotImplementedError(f"{NAME} of {a.dtype} operands has no gradients; detach() them")
         gathers = return_gathered or (not regather and any(x.requires_grad for x in b))
         results = _Gradients.apply(keys, len(b), group_name, gathers, plan, max_sms, regather, *tensors)
         return list(results if return_gathered else results[: len(b)])

@@ -11,7 +11,8 @@ from tileweave.fabric import MAX_RANKS, Channel, Fabric, Variant
 from tileweave.fabric.base import HEADER_WORDS
 from tileweave.ops.all_gather_matmul.check import NAME, Call
 from tileweave.ops.all_gather_matmul.kernel import await_places_kernel
-from tileweave.ops.descriptors import ALIGN, parallel_view, slots_box
+from tileweave.ops.block_scales import ROWS, WIDE, scales_in_step
+from tileweave.ops.descriptors import ALIGN, Box, parallel_view, slots_box
 from tileweave.planner import Plan
 from tileweave.tiles.matmul import FIRST_SHARE, OWN_WORDS
 
@@ -53,7 +54,8 @@ class Places:
     descriptor: [world, slot x source, rows, k in whole steps] for TMA, as 16-bit words; rows, scales: the same as
     tensors, of scales [world, slot x source, rows]; everywhere: of all ranks at once, for a kernel, or 0; lines:
     distances of ranks and places, in 16 bytes; joined: where sources lie one behind the other, for TMA [world, slot,
-    world x rows, k in whole steps], and the distance of the two slots in places.
+    world x rows, k in whole steps], and the distance of the two slots in places; blocks: of scales of blocks along K,
+    for TMA as `scale_words_box` has them.
     """
 
     descriptor: object
@@ -62,6 +64,7 @@ class Places:
     everywhere: Any
     lines: tuple[int, int]
     joined: tuple[object, int] | tuple[None, None] = (None, None)
+    blocks: object = None
 
 
 def joined_places(fabric: Fabric, call: Call, plan: Plan) -> tuple[Channel, Places]:
@@ -81,6 +84,20 @@ def joined_places(fabric: Fabric, call: Call, plan: Plan) -> tuple[Channel, Plac
     return channel, Places(descriptor, rows, rows, 0, lines, (of_all, between))
 
 
+def scale_words_box(words: torch.Tensor, call: Call) -> Box:
+    """The box of a K step's scales of blocks, as 16-bit words [world, place, blocks of rows, 2 x blocks along K, 128].
+    What is beyond reads as NaN, whatever type of scales it is."""
+    return Box(words, (1, 1, 1, 2 * scales_in_step(call.dtype) // WIDE, 128), padding="nan", swizzle=0)
+
+
+def blocks_behind(rows: torch.Tensor, call: Call, steps: int, behind: int) -> object:
+    """A descriptor of the places for scales of blocks, in so many K steps, `behind` words from each of `rows`."""
+    tall, wide = math.ceil(call.rows / ROWS), 2 * steps * scales_in_step(call.dtype) // WIDE
+    (*strides, _, _), shape = rows.stride(), (*rows.shape[:2], tall, wide, 128)
+    words = rows.as_strided(shape, (*strides, wide * 128, 128, 1), rows.storage_offset() + behind)
+    return scale_words_box(words, call).at(words)
+
+
 def places_of(fabric: Fabric, call: Call, plan: Plan, joined: bool) -> tuple[Channel, Places]:
     """The channel of a call, and the places in it, `joined` or each on its own. Collective where it must grow.
 
@@ -92,8 +109,11 @@ def places_of(fabric: Fabric, call: Call, plan: Plan, joined: bool) -> tuple[Cha
     world, (bm, _, bk) = fabric.world_size, plan.tile
     slots = 1 if plan.mechanism == COPY_ENGINE else 2
     wide = torch.bfloat16 if call.dtype.itemsize == 1 else call.dtype
-    words = math.ceil(call.k / bk) * bk * call.dtype.itemsize // 2
+    steps = math.ceil(call.k / bk)
+    words = steps * bk * call.dtype.itemsize // 2
     scale_bytes = math.ceil(4 * call.rows / ALIGN) * ALIGN if call.scaled else 0
+    if call.blocks:
+        scale_bytes = math.ceil(call.rows / ROWS) * ROWS * steps * scales_in_step(call.dtype)
     whole = math.ceil(call.rows / bm) * bm if plan.mechanism == MULTIMEM else call.rows  # rows that there is room for
     nbytes = world * (2 * whole * words + scale_bytes)
     channel = fabric.channel(channel_name(plan), 0, math.ceil(slots * nbytes / 2 / ALIGN) * ALIGN)
@@ -105,7 +125,8 @@ def places_of(fabric: Fabric, call: Call, plan: Plan, joined: bool) -> tuple[Cha
     box = slots_box(rows, (bm, bk * call.dtype.itemsize // 2))
     lines = arena.stride(0) // ALIGN, 2 * step // ALIGN
     everywhere = channel.multicast(rows) if plan.mechanism == MULTIMEM and channel.multicast else 0
-    return channel, Places(box.at(rows), rows, scales, everywhere, lines)
+    blocks = blocks_behind(rows, call, steps, whole * words) if call.blocks else None
+    return channel, Places(box.at(rows), rows, scales, everywhere, lines, blocks=blocks)
 
 
 @dataclass(slots=True)

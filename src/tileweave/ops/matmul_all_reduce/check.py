@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from tileweave.ops import block_scales
+from tileweave.ops.block_scales import KINDS, check_block_scales, scales_in_step
 from tileweave.ops.contract import (
     DTYPES,
     Like,
@@ -19,6 +21,7 @@ from tileweave.ops.contract import (
     check_max_sms,
     check_nodes,
     check_plan,
+    check_scale,
     out_of_reach,
     unaligned,
 )
@@ -28,6 +31,7 @@ from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan
 from tileweave.planner import matmul_all_reduce as planner
 from tileweave.planner.matmul_all_reduce import Problem, unsupported
+from tileweave.planner.tiling import CORES
 
 NAME = "matmul_all_reduce"
 WAY = "torch.matmul, then the group's all-reduce"  # without a kernel
@@ -45,7 +49,8 @@ class Options(NamedTuple):
 @dataclass(frozen=True)
 class Call:
     """A call that keeps the contract. m, n: the product; k: this rank's inner size; bias, residual, norm: whether it
-    has these; options.deterministic: of the fallback, as the kernel always is."""
+    has these; options.deterministic: of the fallback, as the kernel always is. k counts elements, of which float4 has
+    one for two values."""
 
     dtype: torch.dtype
     m: int
@@ -56,10 +61,23 @@ class Call:
     norm: bool
     options: Options
 
+    @property
+    def blocks(self) -> bool:
+        """Whether operands have scales of blocks along K."""
+        return self.dtype in KINDS
 
-def check_kinds(a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms) -> None:
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """Of the result and of what travels."""
+        return torch.bfloat16 if self.blocks else self.dtype
+
+
+def check_kinds(
+    a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms, scale_a=None, scale_b=None
+) -> None:
     """TypeError or ValueError for values that an operator's schema cannot hold; the rest is for `check`."""
-    optional = ("bias", bias), ("residual", residual), ("norm_weight", norm_weight)
+    extras = ("bias", bias), ("residual", residual), ("norm_weight", norm_weight)
+    optional = *extras, ("scale_a", scale_a), ("scale_b", scale_b)
     check_dense(NAME, (("a", a), ("b", b), *((name, x) for name, x in optional if x is not None)))
     if not isinstance(deterministic, bool | None):
         raise TypeError(f"{NAME}: deterministic must be True, False or None, got {deterministic!r}")
@@ -70,16 +88,33 @@ def check_kinds(a, b, bias, deterministic, residual, norm_weight, norm_eps, plan
 
 
 def check(
-    a: Like, b: Like, bias: Like | None, residual: Like | None, norm_weight: Like | None, options: Options
+    a: Like,
+    b: Like,
+    bias: Like | None,
+    residual: Like | None,
+    norm_weight: Like | None,
+    options: Options,
+    scale_a: Like | None = None,
+    scale_b: Like | None = None,
 ) -> Call:
     """Hold the operator's arguments to the contract; ValueError if they break it."""
     (m, k, n), dtype = check_matrices(NAME, a, b), a.dtype
-    if dtype not in DTYPES or b.dtype != dtype:
-        raise ValueError(f"{NAME}: a and b must both be bfloat16 or both float16, got {dtype} and {b.dtype}")
+    if dtype not in (*DTYPES, *KINDS) or b.dtype != dtype:
+        raise ValueError(
+            f"{NAME}: a and b must both be bfloat16, both float16 or, with scales of blocks, both float8_e4m3fn or "
+            f"both float4_e2m1fn_x2, got {dtype} and {b.dtype}"
+        )
+    if dtype in KINDS:
+        check_block_scales(NAME, a, (("scale_a", scale_a, m), ("scale_b", scale_b, n)))
+    else:
+        check_scale(NAME, "scale_a", scale_a, (m, 1), a)
+        check_scale(NAME, "scale_b", scale_b, (1, n), a)
+    call = Call(dtype, m, n, k, bias is not None, residual is not None, norm_weight is not None, options)
+    wide = call.out_dtype
     for name, x, shape in (("bias", bias, (n,)), ("residual", residual, (m, n)), ("norm_weight", norm_weight, (n,))):
-        if x is not None and (tuple(x.shape) != shape or x.dtype != dtype or x.device != a.device):
+        if x is not None and (tuple(x.shape) != shape or x.dtype != wide or x.device != a.device):
             raise ValueError(
-                f"{NAME}: {name} must be {list(shape)} of {dtype} on {a.device}, "
+                f"{NAME}: {name} must be {list(shape)} of {wide} on {a.device}, "
                 f"got {list(x.shape)} of {x.dtype} on {x.device}"
             )
     if norm_weight is not None and residual is None:
@@ -88,7 +123,7 @@ def check(
         raise ValueError(f"{NAME}: norm_eps must be from 0 up, got {options.norm_eps}")
     if options.max_sms < 0:
         raise ValueError(f"{NAME}: max_sms must be at least 0, which stands for all, got {options.max_sms}")
-    return Call(dtype, m, n, k, bias is not None, residual is not None, norm_weight is not None, options)
+    return call
 
 
 @lru_cache(maxsize=4096)
@@ -101,28 +136,31 @@ def settle(
     norm_weight: Like | None,
     options: Options,
     plan: Plan | None,
+    scale_a: Like | None = None,
+    scale_b: Like | None = None,
 ) -> tuple[Call, Route]:
     """`check`, then `choose`; remembered."""
-    call = check(a, b, bias, residual, norm_weight, options)
+    call = check(a, b, bias, residual, norm_weight, options, scale_a, scale_b)
     return call, choose(site, call, a.device, plan)
 
 
 def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hardware: Hardware = H200) -> Route:
     """The path of a call; ValueError if it cannot follow the plan. hardware: the planner's; memory is the site's."""
-    if site.inside is not None and call.m and call.n:
+    if site.inside is not None and call.m and call.n and not call.blocks:  # scales of blocks are not cut
         return _over_nodes(site, site.inside, call, device, plan, hardware)
     hardware = site.on(hardware)
-    refusal = out_of_reach(site, device) or unaddressable(call)
+    cores = block_scales.CORES if call.blocks else CORES
+    refusal = out_of_reach(site, device, cores=cores) or unaddressable(call)
     problem = problem_of(site, call)
     if why := unfit(site, call, plan, hardware):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
-        return fallback(NAME, refusal, WAY, plan)
+        return fallback(NAME, refusal, f"{block_scales.DEQUANTIZED}, {WAY}" if call.blocks else WAY, plan)
     if call.m == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     # What is predicted of the plain way has neither a fixed order nor kernels of its own for the residual and the norm,
-    # and leaves no SMs to others.
-    ordinary = not (call.options.deterministic or call.options.max_sms or call.residual or call.norm)
+    # nor for scales, and leaves no SMs to others.
+    ordinary = not (call.options.deterministic or call.options.max_sms or call.residual or call.norm or call.blocks)
     return by_plan(NAME, site, problem, planner, plan, WAY if ordinary else None, hardware)
 
 
@@ -164,9 +202,13 @@ def problem_of(site: Site, call: Call) -> Problem:
     """A call as the planner sees it."""
     usable = site.usable(call.options.max_sms)
     multicast = site.unicast is None
-    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, site.linked, multicast, site.cores)
+    cores, scales = (block_scales.CORES, scales_in_step(call.dtype)) if call.blocks else (site.cores, 0)
+    of = cores, call.dtype.itemsize, scales
+    return Problem(call.m, call.n, call.k, site.world, usable, call.norm, site.linked, multicast, *of)
 
 
 def unaddressable(call: Call) -> str | None:
     """Why TMA cannot address these shapes; None if it can."""
-    return unaligned(("N", call.n, 8), ("K", call.k, 8))
+    if call.blocks and (why := block_scales.unaddressable(call.k, call.dtype)):
+        return why
+    return unaligned(("N", call.n, 8), ("K", call.k, 16 // call.dtype.itemsize))

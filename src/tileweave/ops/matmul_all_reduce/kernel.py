@@ -34,6 +34,7 @@ NaN: every role keeps its counts, but for communicators, whose chunk then is nev
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.block_scales import make_block_scales
 from tileweave.tiles.matmul import (
     OWN_WORDS,
     Matmul,
@@ -214,14 +215,17 @@ def publish(work, phase, count, epoch):
 )  # fmt: skip
 def matmul_all_reduce_kernel(
     rank, a_desc, b_desc, out_desc, residual_desc, slots_desc, places, multicast, place_lines, total, normed, bias,
-    residual, weight, eps, scratch, flags_ptr, flags_stride, state, timeout_us, m, rows, n, cols, k, chunk_tiles, chunks,
-    whole, split,
+    residual, weight, eps, scale_a, scale_b, scratch, flags_ptr, flags_stride, state, timeout_us, m, rows, n, cols, k,
+    chunk_tiles, chunks, whole, split,
     WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     C_BUFS: gl.constexpr, SHARED: gl.constexpr, GROUP: gl.constexpr, A_T: gl.constexpr, B_T: gl.constexpr,
     SHOTS: gl.constexpr, COMM_SMS: gl.constexpr, FABRIC: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_RESIDUAL: gl.constexpr, NORM: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
-    """[m, n]: the sum over ranks of a [m, k] @ b [k, n], and what Extras says. Grid: co-resident CTAs, one per SM."""
+    """[m, n]: the sum over ranks of a [m, k] @ b [k, n], and what Extras says. Grid: co-resident CTAs, one per SM.
+
+    scale_a and scale_b are descriptors of scales of blocks along K; None where operands have none.
+    """
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     n = n // LINE * LINE  # as it is: the compiler learns that rows are aligned
     INTER: gl.constexpr = COMM_SMS > 0
@@ -231,6 +235,9 @@ def matmul_all_reduce_kernel(
         a_desc, b_desc, slots_desc, flags, state, scratch, k, tiles, whole, split, BM, BN, BK, STAGES, C_BUFS, SHARED,
         A_T, B_T, COMM_SMS,
     )  # fmt: skip
+    scales = None
+    if scale_a is not None:
+        scales = make_block_scales(mm, scale_a, scale_b)
     if SHOTS == 2:
         mover = make_mover(slots_desc, INTER, FABRIC)
     else:  # nobody looks at it
@@ -250,7 +257,7 @@ def matmul_all_reduce_kernel(
     MOVE: gl.constexpr = move_role if SHOTS == 2 else None
     run_matmul(
         work, locate, nothing_before_load, load_operands, MEET, load_more, EPILOGUE, store, publish, COMMUNICATE, 56,
-        EXTRA=MOVE, epoch=epoch,
+        EXTRA=MOVE, epoch=epoch, scales=scales,
     )  # fmt: skip
     if SHOTS == 1:
         hand_out(Sums(flags, extras, places, place_lines), epoch)

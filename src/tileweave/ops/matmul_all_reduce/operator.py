@@ -1,7 +1,8 @@
 """matmul_all_reduce as an operator of PyTorch: schema, implementation, shape function, gradients, autocast.
 
     tileweave::matmul_all_reduce(Tensor a, Tensor b, str group_name, Tensor? bias, bool deterministic, Tensor? residual,
-                                 Tensor? norm_weight, float norm_eps, str plan, int max_sms) -> Tensor[]
+                                 Tensor? norm_weight, float norm_eps, str plan, int max_sms, Tensor? scale_a=None,
+                                 Tensor? scale_b=None) -> Tensor[]
 
 The results are sum + bias + residual, after its norm if there is a `norm_weight`. `group_name` is what
 `tileweave.fabric.group_name` says, `plan` a Plan as JSON or "" for the planner's, `max_sms` 0 for all. With G [M, N]
@@ -18,6 +19,7 @@ from functools import partial
 import torch
 
 from tileweave.fabric import named_fabric
+from tileweave.ops.block_scales import KINDS
 from tileweave.ops.collectives.operator import run as run_collective
 from tileweave.ops.contract import Agreement, Like, Site
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
@@ -40,47 +42,54 @@ from tileweave.ops.registration import (
 
 LIBRARY.define(
     f"{NAME}(Tensor a, Tensor b, str group_name, Tensor? bias, bool deterministic, Tensor? residual, "
-    "Tensor? norm_weight, float norm_eps, str plan, int max_sms) -> Tensor[]",
+    "Tensor? norm_weight, float norm_eps, str plan, int max_sms, Tensor? scale_a=None, Tensor? scale_b=None) "
+    "-> Tensor[]",
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.matmul_all_reduce.default
 
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
-def _run(a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms):
+def _run(
+    a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms, scale_a=None, scale_b=None
+):
     """The operator's implementation."""
-    options = read_plan(plan), read_max_sms(NAME, max_sms)
+    options = read_plan(plan), read_max_sms(NAME, max_sms), scale_a, scale_b
     return run(named_fabric(group_name, a.device), a, b, bias, deterministic, residual, norm_weight, norm_eps, *options)
 
 
-def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms):
+def run(fabric, a, b, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms, scale_a=None, scale_b=None):
     """Check, choose the path, compute; or, in the same way as an earlier call of the same kind, just launch.
 
     The options are those of the public function, `deterministic` resolved.
     """
-    extras = Extras(bias, residual, norm_weight)
+    extras, scales = Extras(bias, residual, norm_weight), None
     kinds = kind(a), kind(b), *map(kind, extras), deterministic, norm_eps, plan, max_sms
+    if scale_a is not None or scale_b is not None:
+        scales = scale_a, scale_b
+        kinds += kind(scale_a), kind(scale_b)
     prepared = recall(fabric, NAME, kinds, a)
     if prepared is not None:
-        return prepared.launch(fabric, a, b, extras)
-    check_kinds(a, b, *extras[:1], deterministic, *extras[1:], norm_eps, plan, max_sms)
+        return prepared.launch(fabric, a, b, extras, scales)
+    check_kinds(a, b, *extras[:1], deterministic, *extras[1:], norm_eps, plan, max_sms, scale_a, scale_b)
     options = Options(deterministic, float(norm_eps), max_sms or 0)
-    call, route = settle(Site.of(fabric), Like.of(a), Like.of(b), *map(Like.of, extras), options, plan)
+    like = Like.of(a), Like.of(b), *map(Like.of, extras), options, plan, Like.of(scale_a), Like.of(scale_b)
+    call, route = settle(Site.of(fabric), *like)
     agreement = Agreement(NAME, call, plan if route.inside else route.plan)  # it decides what goes between nodes
     if fabric.compares:
         fabric.agree(agreement)
     if call.m == 0 or call.n == 0:
-        return [a.new_empty(call.m, call.n) for _ in range(1 + call.norm)]
+        return [a.new_empty(call.m, call.n, dtype=call.out_dtype) for _ in range(1 + call.norm)]
     if route.plan is None:
         compute = unfused if route.inside is None else partial(_over_nodes, plan)
         remember(fabric, NAME, kinds, agreement, Unfused(compute, call))
-        return compute(fabric, call, a, b, extras)
-    results, prepared = fused(fabric, call, a, b, extras, route.plan)
+        return compute(fabric, call, a, b, extras, scales)
+    results, prepared = fused(fabric, call, a, b, extras, route.plan, scales)
     remember(fabric, NAME, kinds, agreement, prepared)
     return results
 
 
-def _over_nodes(plan, fabric, call, a, b, extras):
+def _over_nodes(plan, fabric, call, a, b, extras, scales):
     """A call on a group that is on several nodes: matmul_reduce_scatter inside, a sum of the shares between nodes while
     the next piece of rows is multiplied, an all-gather inside; of few bytes the sum inside, then between."""
     nodes, ordered, max_sms = fabric.nodes, call.options.deterministic, call.options.max_sms or None
@@ -98,11 +107,13 @@ def _over_nodes(plan, fabric, call, a, b, extras):
 
 
 @register_shape_of_collective(NAME)
-def _fake(a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms):
+def _fake(
+    a, b, group_name, bias, deterministic, residual, norm_weight, norm_eps, plan, max_sms, scale_a=None, scale_b=None
+):
     """The results' shapes and dtype; the contract is checked here too, the plan is not."""
     options = Options(deterministic, norm_eps, max_sms)
-    call = check(*map(Like.of, (a, b, bias, residual, norm_weight)), options)
-    return [a.new_empty(call.m, call.n) for _ in range(1 + call.norm)]
+    call = check(*map(Like.of, (a, b, bias, residual, norm_weight)), options, Like.of(scale_a), Like.of(scale_b))
+    return [a.new_empty(call.m, call.n, dtype=call.out_dtype) for _ in range(1 + call.norm)]
 
 
 class _Gradients(torch.autograd.Function):
@@ -117,7 +128,7 @@ class _Gradients(torch.autograd.Function):
         )
         total = None if norm_weight is None else results[1]
         ctx.save_for_backward(a if needs_b else None, b if needs_a else None, total, norm_weight)
-        ctx.norm_eps, ctx.dtype = norm_eps, a.dtype
+        ctx.norm_eps, ctx.dtype, ctx.inputs = norm_eps, a.dtype, 9 + len(options)
         ctx.set_materialize_grads(False)
         return tuple(results)
 
@@ -132,12 +143,13 @@ class _Gradients(torch.autograd.Function):
             grad_weight = grad_weight.to(ctx.dtype) if needs_weight else None
             grad = (wide if grad is None else wide + grad).to(ctx.dtype)
         if grad is None:
-            return (None,) * 11
+            return (None,) * ctx.inputs
         grad_a = grad @ b.t() if needs_a else None
         grad_b = a.t() @ grad if needs_b else None
         grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.dtype) if needs_bias else None
         grad_residual = grad if needs_residual else None
-        return None, grad_a, grad_b, None, grad_bias, None, grad_residual, grad_weight, None, None, None
+        grads = None, grad_a, grad_b, None, grad_bias, None, grad_residual, grad_weight
+        return *grads, *[None] * (ctx.inputs - len(grads))
 
 
 def _through_norm(grad, x, weight, eps):
@@ -153,7 +165,9 @@ def _autograd(keys, a, b, group_name, bias, deterministic, residual, norm_weight
     tensors = a, b, bias, residual, norm_weight
     refuse_transforms(NAME, *tensors)
     args = a, b, group_name, bias, deterministic, residual, norm_weight, *options
-    if wants_gradients(*tensors):
+    if wants_gradients(*tensors, *options[3:]):
+        if a.dtype in KINDS:
+            raise NotImplementedError(f"{NAME} of {a.dtype} operands has no gradients; detach() them")
         return list(_Gradients.apply(keys, *args))
     return below_autograd(OPERATOR, keys, *args)
 

@@ -5,7 +5,8 @@ from functools import lru_cache
 
 import torch
 
-from tileweave.ops.block_scales import KINDS, WIDE, check_block_scales, has_blocks
+from tileweave.ops import block_scales
+from tileweave.ops.block_scales import check_block_scales, has_blocks, scales_in_step
 from tileweave.ops.contract import (
     DTYPES,
     FP4,
@@ -25,14 +26,12 @@ from tileweave.ops.nodes import cut_for
 from tileweave.ops.route import Route, by_plan, fallback, over_nodes
 from tileweave.planner import H200, Hardware, Plan, Problem, unsupported
 from tileweave.planner import plan as planner
-from tileweave.planner.tiling import CORES, STEP_BYTES
+from tileweave.planner.tiling import CORES
 
 NAME = "matmul_reduce_scatter"
 WAY = "torch.matmul, then the group's reduce-scatter"  # without a kernel
 OVER_NODES = "the rows of each node in turn, its own last, whose sums travel while the next are computed"
-OF_BLOCKS = "operands times their scales in float32, "  # before it
 REDUCTIONS = ("sum", "avg")
-BLOCKS_CORES = ("tcgen05",)  # that multiply with scales of blocks
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ def check(
         )
     blocks = has_blocks(a, scale_a)
     if blocks:
-        check_block_scales(NAME, a, b, scale_a, scale_b)
+        check_block_scales(NAME, a, (("scale_a", scale_a, m), ("scale_b", scale_b, n)))
     else:
         check_scale(NAME, "scale_a", scale_a, (m, 1), a)
         check_scale(NAME, "scale_b", scale_b, (1, n), a)
@@ -136,13 +135,13 @@ def choose(site: Site, call: Call, device: torch.device, plan: Plan | None, hard
         inside = choose(site.inside, inner, device, plan, hardware)
         return over_nodes(NAME, site, OVER_NODES, inside, 1 + (site.nodes - 1) * len(cut))
     hardware = site.on(hardware)
-    cores = BLOCKS_CORES if call.blocks else CORES
+    cores = block_scales.CORES if call.blocks else CORES
     refusal = out_of_reach(site, device, cores=cores) or unaddressable(call)
     problem = problem_of(site, call)
     if why := unfit(site, call, plan, hardware):
         raise ValueError(f"{NAME}: {why}")
     if refusal:
-        return fallback(NAME, refusal, OF_BLOCKS + WAY if call.blocks else WAY, plan)
+        return fallback(NAME, refusal, f"{block_scales.DEQUANTIZED}, {WAY}" if call.blocks else WAY, plan)
     if call.rows == 0 or call.n == 0:
         return Route(NAME, site.backend, False, "the result is empty: nothing to launch")
     way = WAY if plain_alike(call, site.world) else None
@@ -180,16 +179,13 @@ def problem_of(site: Site, call: Call) -> Problem:
         call.deterministic,
         linked=site.linked,
         operand_bytes=call.dtype.itemsize,
-        cores=BLOCKS_CORES if call.blocks else site.cores,
-        scales=STEP_BYTES * KINDS[call.dtype].packed // KINDS[call.dtype].block if call.blocks else 0,
+        cores=block_scales.CORES if call.blocks else site.cores,
+        scales=scales_in_step(call.dtype) if call.blocks else 0,
     )
 
 
 def unaddressable(call: Call) -> str | None:
     """Why TMA cannot address these shapes; None if it can."""
-    if call.blocks:
-        kind = KINDS[call.dtype]
-        values, together = call.k * kind.packed, WIDE * kind.block
-        if values % together or not values:
-            return f"K = {values} is no multiple of {together}, whose scales lie together"
+    if call.blocks and (why := block_scales.unaddressable(call.k, call.dtype)):
+        return why
     return unaligned(("N", call.n, 8), ("K", call.k, 16 // call.dtype.itemsize))

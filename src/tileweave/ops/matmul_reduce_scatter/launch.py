@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tileweave.fabric import Channel, Fabric, Variant
-from tileweave.ops.block_scales import ROWS, WIDE, as_blocks, as_bytes, dequantized
+from tileweave.ops.block_scales import as_bytes, dequantized_product, step_boxes
 from tileweave.ops.collectives.operator import run as run_collective
 from tileweave.ops.contract import DTYPES, FP8, Site
-from tileweave.ops.descriptors import Box, as_operand, by_rows, in_one_piece, parallel_view, slots_box
+from tileweave.ops.descriptors import Box, as_operands, by_rows, in_one_piece, parallel_view, slots_box
 from tileweave.ops.matmul_reduce_scatter.check import NAME, Call, problem_of
 from tileweave.ops.matmul_reduce_scatter.kernel import matmul_reduce_scatter_kernel
 from tileweave.planner import Plan, Problem
@@ -33,7 +33,7 @@ def unfused(
 ) -> torch.Tensor:
     """The fallback: the whole product, then the group's reduce-scatter."""
     if scales is not None and call.blocks:
-        product = dequantized(a, scales[0]) @ dequantized(b.t(), scales[1]).t()
+        product = dequantized_product(a, b, *scales)
     elif scales is not None:
         product = torch.matmul(a.float(), b.float()) * scales[0].reshape(-1, 1) * scales[1].reshape(1, -1)
     else:
@@ -115,9 +115,8 @@ def fused(
 ) -> tuple[torch.Tensor, Prepared | None]:
     """Launch the kernel on the current stream. Returns the result, and what to use for later calls with tensors like
     these; None if these had to be copied first."""
-    inner_last = call.dtype not in DTYPES  # the tensor cores take these with the inner dimension in one piece
     a, b = as_bytes(a), as_bytes(b)  # torch copies no float4
-    own_a, own_b = as_operand(a, inner_last), as_operand(b.t(), inner_last).t() if inner_last else as_operand(b)
+    own_a, own_b = as_operands(a, b, call.dtype not in DTYPES)
     own_bias = in_one_piece(bias)
     own_scales = None if scales is None else (in_one_piece(scales[0]), in_one_piece(scales[1]))
     like_these = own_a.data_ptr() == a.data_ptr() and own_b.data_ptr() == b.data_ptr() and own_bias is bias
@@ -184,15 +183,8 @@ def prepare(
         grid * bm * bn if plan.split > 1 else 0,
         one_shot,
         behind,
-        block_boxes(call, scales, problem.scales, bn) if scales and call.blocks else None,
+        step_boxes(call.dtype, scales, (call.m, call.n), plan.tile) if scales and call.blocks else None,
     )
-
-
-def block_boxes(call: Call, scales: tuple[torch.Tensor, torch.Tensor], each: int, columns: int) -> tuple[Box, Box]:
-    """Boxes of a K step's scales, `each` of them in a row, of tiles of so many columns."""
-    of_a, of_b = as_blocks(scales[0], call.m), as_blocks(scales[1], call.n)
-    shape = each // WIDE, *of_a.shape[2:]
-    return Box(of_a, (1, *shape), swizzle=0), Box(of_b, (columns // ROWS, *shape), swizzle=0)
 
 
 def block_numbers(problem: Problem, plan: Plan, width: int) -> tuple[int, int, int]:
