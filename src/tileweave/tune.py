@@ -124,8 +124,8 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
 
 
 def _gpu_us(call: Callable[[], Any]) -> float:
-    """Microseconds of one of CALLS calls in a row, replayed by a CUDA graph so that the host's work does not count, behind
-    a replay that is not counted."""
+    """Microseconds of one of CALLS calls in a row, replayed by a CUDA graph, in which the host has no part, behind a
+    replay that is not counted."""
     call()
     torch.cuda.synchronize()
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # the default stream cannot be captured
