@@ -35,6 +35,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 CHANNELS = {"all_gather_matmul": places.CHANNELS, "ring_attention": ring.CHANNELS}  # of plans that have their own
 CALLS, ROUNDS = 5, 3  # calls that are timed together, and how often each plan has its turn
+ASLEEP = 2_000_000  # cycles of the GPU, about a millisecond
 
 
 @dataclass(frozen=True)
@@ -124,23 +125,16 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
 
 
 def _gpu_us(call: Callable[[], Any]) -> float:
-    """Microseconds of one of CALLS calls in a row, replayed by a CUDA graph, in which the host has no part, behind a
-    replay that is not counted."""
+    """Microseconds of one of CALLS calls in a row on the current stream, behind one that is not counted. The GPU sleeps
+    until the host has enqueued them, so that the host's work does not count."""
     call()
-    torch.cuda.synchronize()
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # the default stream cannot be captured
-    with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            for _ in range(CALLS):
-                call()
-        finally:
-            graph.capture_end()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(ASLEEP)
+    call()
+    start.record()
+    for _ in range(CALLS):
+        call()
+    end.record()
     end.synchronize()
     return start.elapsed_time(end) * 1e3 / CALLS
 

@@ -141,9 +141,10 @@ def test_errors_are_relative_and_the_worst_counts():
     assert stress._error((truths[0], torch.zeros(2)), truths) == float("inf")
 
 
-def test_the_page_says_what_the_driver_wrote():
+@pytest.mark.parametrize("world", ["emulated", "virtual"])
+def test_the_page_says_what_the_driver_wrote(world):
     docs = Path(__file__).parents[2] / "docs"
-    told = json.loads((docs / "figures/stress_emulated.json").read_text())
-    cells = [f"emulated, {told['device']}", round(told["seconds"]), told["rounds"], f"{told['calls']:,}"]
+    told = json.loads((docs / f"figures/stress_{world}.json").read_text())
+    cells = [f"{world}, {told['device']}", round(told["seconds"]), told["rounds"], f"{told['calls']:,}"]
     cells += [sum(told["faults"].values()), len(told["untold"]), len(told["wrong"]), told["hangs"]]
     assert f"| {' | '.join(map(str, cells))} |\n" in (docs / "reliability.md").read_text()

@@ -19,6 +19,22 @@ THIN = Problem(8, 32, 7168, 128, 4096, 16, 132)  # experts of few columns, of wh
 SUMS = Plan("register", "inter_sm", (128, 128, 64), 6, comm_sms=66)
 
 
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    """Communicators that sum as fast as other sums are made, with which sums are worth it somewhere."""
+    monkeypatch.setattr(moe_combine, "SUM_GBS", 13.0)
+    summing.cache_clear()
+    yield
+    summing.cache_clear()
+
+
+def test_an_h200_sends_rows(monkeypatch):
+    """As fast as its communicators are, sums are not worth it even where they save most."""
+    monkeypatch.undo()
+    summing.cache_clear()
+    assert moe_combine.SUM_GBS < 13 and summing(THIN) is None
+
+
 def best(problem, schedule):
     return candidates(problem, schedule)[0]
 
@@ -55,6 +71,7 @@ def test_what_crosses_the_link_is_a_row_for_each_choice_or_rank(monkeypatch):
     assert by_row.communicate_us - H200.launch_us == pytest.approx(4096 * 16 * away * row / rate)
     slow = cost(THIN, SUMS)
     monkeypatch.setattr(moe_combine, "SM_FETCH_GBS", 1e6)
+    monkeypatch.setattr(moe_combine, "SUM_GBS", 1e6)
     by_sums = cost(THIN, SUMS)
     assert by_sums.communicate_us - H200.launch_us == pytest.approx(THIN.sums * away * row / rate)
     assert by_sums.communicate_us < by_row.communicate_us / 2 and slow.communicate_us > by_sums.communicate_us

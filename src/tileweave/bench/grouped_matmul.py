@@ -1,7 +1,8 @@
 """grouped_matmul beside torch.nn.functional.grouped_mm on one GPU. `python -m tileweave.bench.grouped_matmul`
 
-H 7168, I 2048, as in DeepSeek's layers. Balanced: each expert has as many rows; skewed: each row draws its expert by
-weights that are exp of a normal variable: the largest has several times the mean, hardly any is a multiple of a tile.
+H 7168, I 2048, as in DeepSeek's layers. Balanced: each expert has as many rows. Drawn: each row draws its expert, all
+alike, so hardly any has a multiple of a tile. Skewed: by weights that are exp of a normal variable, so the largest has
+several times the mean.
 Contenders are CUDA graphs of one call each, interleaved in random order; before timing each result is checked
 against float32.
 
@@ -23,20 +24,20 @@ from tileweave.planner.moe import GroupedProblem, candidates, plan_for
 
 HIDDEN, INNER = 7168, 2048
 SHAPES = [
-    dict(rows=rows << 10, experts=experts, skewed=skewed)
+    dict(rows=rows << 10, experts=experts, routing=routing)
     for experts, most in ((32, 128), (128, 256))
     for rows in (32, 64, 128, 256)
     if rows <= most
-    for skewed in (False, True)
+    for routing in ("balanced", "drawn", "skewed")
 ]
 
 
-def sizes(rows: int, experts: int, skewed: bool) -> list[int]:
+def sizes(rows: int, experts: int, routing: str) -> list[int]:
     """How many rows each expert has."""
-    if not skewed:
+    if routing == "balanced":
         return [rows // experts] * experts
     g = torch.Generator().manual_seed(0)
-    weights = torch.randn(experts, generator=g).exp()
+    weights = torch.randn(experts, generator=g).exp() if routing == "skewed" else torch.ones(experts)
     return torch.multinomial(weights, rows, True, generator=g).bincount(minlength=experts).tolist()
 
 
@@ -50,7 +51,7 @@ def captured(call: Callable) -> Callable[[], None]:
     return graph.replay
 
 
-def measure(rows: int, experts: int, skewed: bool, rounds: int, sweep: bool = False, transposed: bool = False) -> Row:
+def measure(rows: int, experts: int, routing: str, rounds: int, sweep: bool = False, transposed: bool = False) -> Row:
     """One row: TFLOP/s of torch and of the plans (median, lowest, highest)."""
     x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
     w = (
@@ -58,7 +59,7 @@ def measure(rows: int, experts: int, skewed: bool, rounds: int, sweep: bool = Fa
         / HIDDEN**0.5
     )
     w = w.transpose(1, 2) if transposed else w
-    counts = sizes(rows, experts, skewed)
+    counts = sizes(rows, experts, routing)
     offsets = torch.tensor(counts, device="cuda").cumsum(0).int()
     sms = torch.cuda.get_device_properties("cuda").multi_processor_count
     problem = GroupedProblem(rows, experts, INNER, HIDDEN, sms)
@@ -71,7 +72,7 @@ def measure(rows: int, experts: int, skewed: bool, rounds: int, sweep: bool = Fa
     times = interleaved({name: captured(run) for name, run in runs.items()}, rounds, warmup=2)
     flops = 2e-9 * rows * HIDDEN * INNER
     return {
-        "rows": rows, "experts": experts, "routing": "skewed" if skewed else "balanced", "largest": max(counts),
+        "rows": rows, "experts": experts, "routing": routing, "largest": max(counts),
         "w": "E x I x H" if transposed else "E x H x I", "planned": key(planned),
         "ms": {name: [t.median, t.low, t.high] for name, t in times.items()},
         "tflops": {name: [flops / ms for ms in (t.median, t.high, t.low)] for name, t in times.items()},
@@ -90,7 +91,7 @@ def check(runs: dict[str, Callable], x: torch.Tensor, w: torch.Tensor, offsets: 
 
 def label(shape: Shape) -> str:
     """A shape by name."""
-    return f"{shape['rows']} rows, {shape['experts']} experts, {'skewed' if shape['skewed'] else 'balanced'}"
+    return f"{shape['rows']} rows, {shape['experts']} experts, {shape['routing']}"
 
 
 def told(row: Row) -> str:
@@ -104,7 +105,7 @@ def told(row: Row) -> str:
 BENCHES = [
     Bench(
         "grouped_matmul", "one", SHAPES, measure, label, told,
-        lambda shape, _: Work(2.0 * shape["rows"] * HIDDEN * INNER), quick=(0, 1), rounds=9,
+        lambda shape, _: Work(2.0 * shape["rows"] * HIDDEN * INNER), quick=(0, 2), rounds=9,
     )
 ]  # fmt: skip
 MORE = {"--sweep": dict(action="store_true"), "--transposed": dict(action="store_true")}

@@ -15,7 +15,7 @@ FLAGS = 448  # of a rank
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
 ALIKE = 1.04  # costs that the model cannot tell apart
 UNEVEN = (64, 256, 64)  # the tile for experts whose rows are no whole tiles of 128, as a router's never are
-MANY_EXPERTS, FEW_ROWS, MANY_ROWS, SHARED_BY = 64, 256, 1024, 3  # where it is taken: see tiling_for
+MANY_EXPERTS, FEW_ROWS, MANY_ROWS, SHARED_BY = 64, 256, 1024, 3  # where it is taken: see plan_for
 PLACE_GBS = 20.0  # rows that a communicator of a dispatch writes; measured with 4 to 16 of them (docs/performance.md)
 MOST_COMM = 3  # at most one SM of so many communicates
 
@@ -86,27 +86,22 @@ def cheapest(found: list[tuple[float, Tiling]], columns: int = 0) -> tuple[float
     return min(alike, key=lambda each: 1 / each[1].tile[0] + 1 / each[1].tile[1])
 
 
-def tiling_for(problem: GroupedProblem, hardware: Hardware = H200, columns: int = 0) -> tuple[float, Tiling]:
-    """The cheapest with tiles of `columns` at least, but for experts that have few rows for their number where ranks do
-    not share the GPU.
+@lru_cache(maxsize=1024)
+def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
+    """The fastest plan by the cost model, but for experts that have few rows for their number where ranks do not share
+    the GPU.
 
     CTAs whose tiles are cut short get ahead of those that share their operands, which L2 does not hold any more then:
     with tiles of 128 x 256 an H200 read 11 GB where 2.8 are needed, of 64 experts with 1024 rows each on average. Tiles
     half as high lost 1 to 3% where all experts had as many rows, and won 5 to 28% where a router had chosen
-    (docs/figures/grouped_matmul_1xH200.json, grouped_matmul_random_1xH200.json). Where four ranks share L2 it holds
-    neither's operands."""
+    (docs/figures/grouped_matmul_1xH200.json, grouped_matmul_drawn_1xH200.json). Behind a dispatch, whose communicators
+    take their part of L2, they lose (dispatch_tiles_1xH200.json)."""
     found = tilings_by_cost(problem, hardware)
+    cost, tiling = cheapest(found)
     few, many = (each * problem.experts for each in (FEW_ROWS, MANY_ROWS))
     whole = SHARED_BY * problem.sms > hardware.sms
     if whole and problem.rows >= few and (problem.experts > MANY_EXPERTS or problem.rows <= many):
-        return next((each for each in found if each[1].tile == UNEVEN), cheapest(found, columns))  # tcgen05 has none
-    return cheapest(found, columns)
-
-
-@lru_cache(maxsize=1024)
-def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
-    """The plan of the tiles for it."""
-    cost, tiling = tiling_for(problem, hardware)
+        cost, tiling = next((each for each in found if each[1].tile == UNEVEN), (cost, tiling))  # tcgen05 has none
     plan = _plan(problem, tiling)
     reason = (
         f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs are the cheapest for {problem.experts} experts "
@@ -171,14 +166,16 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
 def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Plan:
     """The plan for experts of many rows, as training has them: so many SMs communicate that they place rows as fast as
     all would multiply them."""
-    rows = 512 * problem.experts  # of what a rank takes in nothing is known
-    busy = (
-        placed_us(problem, rows, 1) / tiling_for(grouped_of(problem, rows, problem.sms), hardware, problem.columns)[0]
-    )
+    rows = MANY_ROWS * problem.experts  # of what a rank takes in nothing is known
+
+    def tiles(sms: int) -> tuple[float, Tiling]:
+        return cheapest(tilings_by_cost(grouped_of(problem, rows, sms), hardware), problem.columns)
+
+    busy = round(placed_us(problem, rows, 1) / tiles(problem.sms)[0])
     most = min(max(problem.sms // MOST_COMM, 1), FLAGS // (problem.world + 1))
-    comm_sms = min(max(round(busy), 1), most)
+    comm_sms = min(max(busy, 1), most)
     grouped = grouped_of(problem, rows, problem.sms - comm_sms)
-    tiling = tiling_for(grouped, hardware, problem.columns)[1]
+    tiling = tiles(grouped.sms)[1]
     chosen = _plan(grouped, tiling)
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "

@@ -17,6 +17,7 @@ from tileweave.planner.tiling import SM_FETCH_GBS, Tiling, ring_says, tiling_of,
 SCHEDULES = ("intra_sm", "inter_sm")  # a row for each choice; sums
 CHUNKS = 4  # of columns, as sums have them in device code
 SHARES = (8, 4, 2)  # of the SMs one in so many sums and sends
+SUM_GBS = 7.4  # what a communicator reads and writes: 4 virtual ranks of an H200 (docs/figures/moe_sums_1xH200.json)
 MARGIN = 1.10  # by which sums must be predicted to be faster, as no GPU has timed them
 
 
@@ -106,7 +107,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         exposed = (problem.rows + problem.tokens) * row / sum_rate
     else:
         rate = push_rate("register", plan.comm_sms, hardware, problem.linked)
-        moved = (problem.rows + problem.sums) * row / (SM_FETCH_GBS * plan.comm_sms * 1e3)
+        moved = (problem.rows + problem.sums) * row / (SUM_GBS * plan.comm_sms * 1e3)
         sent, operand = max(problem.sums * away * row / rate, moved), 2.0 * problem.rows * problem.k
         chunks = min(CHUNKS, math.ceil(problem.n / plan.tile[1]))
         again = 0.0 if operand < 0.6 * hardware.l2_bytes * problem.sms / hardware.sms else (chunks - 1) * operand

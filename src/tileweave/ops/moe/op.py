@@ -55,8 +55,8 @@ def moe_dispatch_matmul(
         w_gate: as w: the result is silu(x @ w_gate) * (x @ w), in float32 until it is rounded.
         experts: how many there are in the group; None: E_local on each rank.
         max_tokens: at least T of every rank, the same on all; with a capacity it keeps buffers small.
-        plan: a `Plan` to use instead of the planner's, the same on all ranks: tile, stages and communicator SMs, of
-            which half send and half place. With a gate half of a tile's columns are the gate's.
+        plan: a `Plan` to use instead of the planner's, the same on all ranks: tile, stages and communicator SMs.
+            With a gate half of a tile's columns are the gate's.
 
     Returns:
         (y, route): y `[R, I]`, R = capacity or what came; rows are sorted by expert (route.offsets has their ends),
