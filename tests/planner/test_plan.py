@@ -54,7 +54,7 @@ def test_a_ring_is_deeper_than_the_swept_one_only_where_tensor_cores_are_so_fast
     assert len(in_one_ring(candidates(BIG))) < len(candidates(BIG))
 
 
-@pytest.mark.parametrize("scales", [4, 8])
+@pytest.mark.parametrize("scales", [4, 16])
 @pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce"])
 def test_rings_leave_room_for_scales_of_blocks(op, scales):
     """Whatever memory there is: where only scales decide whether a stage more fits, all that is tried can run."""
@@ -70,7 +70,7 @@ def test_rings_leave_room_for_scales_of_blocks(op, scales):
         plans = [plan for _, plan in planner.candidates(problem, hardware)]
         assert not any(planner.unsupported(problem, plan, hardware) for plan in plans)
         stages |= {plan.stages for plan in plans}
-    assert len(stages) > 2
+    assert len(stages) > 1
 
 
 def test_tiles_of_a_last_wave_are_shared_only_where_there_are_some():
