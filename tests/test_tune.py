@@ -336,6 +336,28 @@ def test_a_way_back_is_tuned_for_any_rows_by_row_and_by_sums():
         assert chosen == [taken] * 2
 
 
+def test_the_gpu_sleeps_ahead_of_the_calls_that_are_timed(monkeypatch):
+    log = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            log.append("event")
+
+        def synchronize(self):
+            log.append("wait")
+
+        def elapsed_time(self, end):
+            return 0.5
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"))
+    assert tuning._gpu_us(lambda: log.append("call")) == 500 / tuning.CALLS
+    assert log == ["call", "sleep", "call", "event", *["call"] * tuning.CALLS, "event", "wait"]
+
+
 def test_nothing_is_measured_without_a_gpu_or_a_kernel(world, clock, tmp_path):
     assert world.run(lambda rank, group: tileweave.tune(OP, SIZES, group=group)) == [None, None]
     clock(lambda rank, index: 1.0)

@@ -126,7 +126,7 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
 
 def _gpu_us(call: Callable[[], Any]) -> float:
     """Microseconds of one of CALLS calls in a row on the current stream, behind one that is not counted. The GPU sleeps
-    until the host has enqueued them, so that the host's work does not count."""
+    before, so that the host is ahead: its work counts only as far as it takes longer than that and the calls."""
     call()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(ASLEEP)

@@ -7,6 +7,9 @@ import pytest
 
 from tileweave.fabric.base import STATE_WORDS
 from tileweave.planner import Plan, Problem, candidates, plan_for, unsupported
+from tileweave.planner import all_gather_matmul as gathering
+from tileweave.planner import matmul_all_reduce as reducing
+from tileweave.planner import plan as scattering
 from tileweave.planner.hardware import H200
 from tileweave.planner.plan import blocks_of, cost_of, in_one_ring
 from tileweave.planner.tiling import TILINGS, tiles_of
@@ -49,6 +52,25 @@ def test_a_ring_is_deeper_than_the_swept_one_only_where_tensor_cores_are_so_fast
     assert stages == ([13, 12, 11, 10, 9] if deeper else [10, 9, 11, 12, 13])
     assert (found[0][0] < found[-1][0]) == deeper
     assert len(in_one_ring(candidates(BIG))) < len(candidates(BIG))
+
+
+@pytest.mark.parametrize("scales", [4, 16])
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce"])
+def test_rings_leave_room_for_scales_of_blocks(op, scales):
+    """Whatever memory there is: where only scales decide whether a stage more fits, all that is tried can run."""
+    of = dict(world=4, sms=132, operand_bytes=1, cores=("tcgen05",), scales=scales)
+    planner, problem = {
+        "matmul_reduce_scatter": (scattering, Problem(m=8192, n=8192, k=2048, message_bytes=2, **of)),
+        "all_gather_matmul": (gathering, gathering.Problem(rows=2048, ns=(2048,), k=8192, **of)),
+        "matmul_all_reduce": (reducing, reducing.Problem(m=8192, n=8192, k=2048, **of)),
+    }[op]
+    stages = set()
+    for less in range(0, 64 << 10, 1 << 10):
+        hardware = dataclasses.replace(H200, shared_bytes=H200.shared_bytes - less)
+        plans = [plan for _, plan in planner.candidates(problem, hardware)]
+        assert not any(planner.unsupported(problem, plan, hardware) for plan in plans)
+        stages |= {plan.stages for plan in plans}
+    assert len(stages) > 1
 
 
 def test_tiles_of_a_last_wave_are_shared_only_where_there_are_some():

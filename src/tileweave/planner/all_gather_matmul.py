@@ -248,7 +248,7 @@ def candidates(
         many = schedule == "one_shot" and problem.rows >= GROUP_ROWS * tiling.tile[0]
         if not idle and not many and not unsupported(problem, plan, hardware):
             cost = partial(cost_of, problem, plan, hardware=hardware)
-            found += core.in_each_ring(plan, tiling, hardware, cost)
+            found += core.in_each_ring(plan, tiling, hardware, cost, problem.scales)
     return sorted(found, key=lambda each: each[0])
 
 

@@ -252,7 +252,7 @@ def candidates(
         tiles, sms = count_tiles(problem, plan), computing(problem, plan)
         if split == 1 or (whole_tiles(tiles, sms, split) < tiles and problem.k >= 128 * split):
             cost = partial(cost_of, problem, plan, hardware=hardware)
-            found += core.in_each_ring(plan, tiling, _less_movers(plan, hardware), cost)
+            found += core.in_each_ring(plan, tiling, _less_movers(plan, hardware), cost, problem.scales)
     return sorted(found, key=lambda each: each[0])
 
 

@@ -88,8 +88,8 @@ def cheapest(found: list[tuple[float, Tiling]], columns: int = 0) -> tuple[float
 
 @lru_cache(maxsize=1024)
 def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
-    """The fastest plan by the cost model, but for experts that have few rows for their number where ranks do not share
-    the GPU.
+    """The fastest plan by the cost model, but for experts that have few rows for their number where the SMs are more
+    than a third of the GPU's.
 
     CTAs whose tiles are cut short get ahead of those that share their operands, which L2 does not hold any more then:
     with tiles of 128 x 256 an H200 read 11 GB where 2.8 are needed, of 64 experts with 1024 rows each on average. Tiles
@@ -99,12 +99,13 @@ def plan_for(problem: GroupedProblem, hardware: Hardware = H200) -> Plan:
     found = tilings_by_cost(problem, hardware)
     cost, tiling = cheapest(found)
     few, many = (each * problem.experts for each in (FEW_ROWS, MANY_ROWS))
-    whole = SHARED_BY * problem.sms > hardware.sms
+    whole, why = SHARED_BY * problem.sms > hardware.sms, "are the cheapest"
     if whole and problem.rows >= few and (problem.experts > MANY_EXPERTS or problem.rows <= many):
-        cost, tiling = next((each for each in found if each[1].tile == UNEVEN), (cost, tiling))  # tcgen05 has none
+        for us, uneven in [each for each in found if each[1].tile == UNEVEN][:1]:  # tcgen05 has none
+            cost, tiling, why = us, uneven, "read least from memory"
     plan = _plan(problem, tiling)
     reason = (
-        f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs are the cheapest for {problem.experts} experts "
+        f"tiles of {plan.tile[0]} x {plan.tile[1]} on {problem.sms} SMs {why} for {problem.experts} experts "
         f"of {problem.rows / problem.experts:.0f} rows on average; {ring_says(tiling.on(hardware))}"
     )
     return replace(plan, predicted_us=round(cost, 1), reason=reason)

@@ -18,7 +18,7 @@ SCHEDULES = ("intra_sm", "inter_sm")  # a row for each choice; sums
 CHUNKS = 4  # of columns, as sums have them in device code
 SHARES = (8, 4, 2)  # of the SMs one in so many sums and sends
 SUM_GBS = 7.4  # what a communicator reads and writes: 4 virtual ranks of an H200 (docs/figures/moe_sums_1xH200.json)
-MARGIN = 1.10  # by which sums must be predicted to be faster, as no GPU has timed them
+MARGIN = 1.10  # by which sums must be predicted to be faster, as no GPUs with a link between them have timed them
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,12 @@ def workspace_bytes(problem: Problem, plan: Plan) -> int:
 
 
 def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H200) -> Cost:
-    """What a call takes. Not fitted to measurements.
+    """What a call takes. Of sums, SUM_GBS is measured; else not fitted to measurements.
 
     Either way a rank sums behind its tiles what has come for its own tokens. Inter-SM, sums are what comes:
-    communicators read all rows where they were made and write the sums, at the rate of other sums, no faster than the
-    link; the tiles read rows of the operand again for each chunk of columns, unless L2 keeps them; a chunk is summed
-    behind its tiles, so nothing hides the last one's sums, or the first one's tiles.
+    communicators read all rows where they were made and write the sums, at SUM_GBS each, no faster than the link; the
+    tiles read rows of the operand again for each chunk of columns, unless L2 keeps them; a chunk is summed behind its
+    tiles, so nothing hides the last one's sums, or the first one's tiles.
     """
     product = moe.cost_of(problem.alone(problem.sms - plan.comm_sms), tiling, hardware)
     row, away = 2.0 * problem.n, (problem.world - 1) / problem.world

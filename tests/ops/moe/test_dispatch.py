@@ -21,6 +21,7 @@ from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.fabric.base import HEADER_WORDS
 from tileweave.ops.moe import kernel, launch
 from tileweave.ops.moe.launch import FLAGS
+from tileweave.planner import moe as planner
 
 
 def plan(tile=(64, 64, 64), stages=2, comm_sms=2):
@@ -43,6 +44,33 @@ def test_worlds_and_routings(tokens, experts, k, tile, comm_sms, routing):
     with tw.virtual_world(len(tokens), device="cpu", sms=4) as world:
         results = run(world, p, gated=False, second=False, plan=plan(tile, comm_sms=comm_sms))
     assert_right([out for out, *_ in results], truth(p, gated=False, second=False))
+
+
+def test_as_many_ranks_as_there_may_be():
+    """Rows go to the last one only, by one communicator each."""
+    world = planner.MOST_RANKS
+    assert (kernel.MOST_RANKS.value, kernel.EXPERTS.value) == (world, planner.MOST_EXPERTS)
+    p = problem([1] * world, world, 1, 64, 64, routing="one")
+    with tw.virtual_world(world, device="cpu", sms=2) as ranks:
+        results = run(ranks, p, gated=False, second=False, plan=plan(comm_sms=1))
+    assert_right([out for out, *_ in results], truth(p, gated=False, second=False))
+
+
+def test_other_numbers_of_communicators_in_turn():
+    """Which leave other flags out."""
+    problems = [problem([90, 40], 5, 3, 64, 64, seed=i) for i in range(4)]
+    plans = [plan(comm_sms=comm_sms) for comm_sms in (3, 1, 2, 3)]
+
+    def rank_program(rank, group):
+        return [
+            there_and_back(p, rank, group, False, True, False, plan=each)[0]
+            for p, each in zip(problems, plans, strict=True)
+        ]
+
+    with tw.virtual_world(2, device="cpu", sms=4, delayed=(0,)) as world:
+        by_rank = world.run(rank_program)
+    for outs, p in zip(zip(*by_rank, strict=True), problems, strict=True):
+        assert_right(outs, truth(p, gated=False, second=False))
 
 
 def test_gated_with_a_capacity_and_without_in_turn():
@@ -187,10 +215,12 @@ MUTANTS = {
     "communicators do not end the call": ([("epoch * STEPS + STEPS - 1)\n    finish_all(work.matmul, epoch)\n", "epoch * STEPS + STEPS - 1)\n")], "RDWP"),
     "what a tile takes is sent behind it": ([("tile + work.COMM_SMS, NO_TILE - 1)", "tile - work.COMM_SMS, NO_TILE - 1)")], "D"),
     "what no own tile takes is not sent": ([("range(turns + 1)", "range(turns)")], "DRW"),
+    "what other ranks need is not looked at": ([("    some = first < sent\n", "    some = (first < sent) & (to == flags.rank)\n")], "DRW"),
     "CTAs without tiles go through the roles": ([("    if first_unit(mm) < tiles:\n", "    if first_unit(mm) < tiles + 8:\n")], "R"),
     # harmless
     "waits for a flag twice": ([("    there = " + WAIT, "    gl." + WAIT[3:] + "\n    there = " + WAIT)], None),
     "a fence more": ([("    gl.fence_proxy_async()\n", "    gl.fence_proxy_async()\n    gl.fence_proxy_async()\n")], None),
+    "nothing is sent ahead of the tile that takes it": ([("tile + work.COMM_SMS, NO_TILE - 1)", "tile, NO_TILE - 1)")], None),
     "all is sent first": ([("gl.where(turn < turns, tile + work.COMM_SMS, NO_TILE - 1)", "NO_TILE - 1")], None),
 }  # fmt: skip
 
@@ -250,3 +280,20 @@ def test_an_edit_is_judged_rightly(name, mutated):
     edits, expected = MUTANTS[name]
     mutated(edits)
     judge(outcome, expected)
+
+
+def test_what_is_due_is_told_by_the_rank_that_needs_it_first(mutated):
+    """Each rank's tokens come first at the other rank, and last at home."""
+    p = problem([200, 200], 4, 2, 64, 64)
+    p.index = [torch.tensor([[2 - 2 * rank, 2 * rank + 1]] * 200) for rank in range(2)]
+
+    def outs():
+        with tw.virtual_world(2, device="cpu", sms=3) as world:
+            return [out for out, *_ in run(world, p, gated=False, second=False, plan=plan(comm_sms=1))]
+
+    assert_right(outs(), truth(p, gated=False, second=False))
+    due = "gl.min(gl.where(some, places // work.matmul.BM, NO_TILE), 0)"
+    last = "gl.max(gl.where(some, places // work.matmul.BM, 0), 0) + NO_TILE * gl.min(1 - some.to(gl.int32), 0)"
+    mutated([(due, last)])
+    with pytest.raises(DeadlockError):
+        outs()

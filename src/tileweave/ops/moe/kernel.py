@@ -41,7 +41,7 @@ from tileweave.tiles.matmul import (
 
 STEPS = gl.constexpr(4096)
 REFRESH = gl.constexpr(1 << 16)
-MOST_RANKS = gl.constexpr(64)
+MOST_RANKS = gl.constexpr(64)  # a power of two
 NO_TILE = gl.constexpr((1 << 31) - 1)
 EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
 BLOCK_ROWS = gl.constexpr(32)  # rows that are copied at once
@@ -286,9 +286,9 @@ def place(work, me, i, epoch):
 
 @gl.jit
 def communicate(work):
-    """Communicator: its row tiles, one after the other, and ahead of each what is due before its next one. Of the tiles that
-    anybody waits for, on whatever rank, the first one is waited for in vain by nobody: who waits for a later one, or has no
-    more, has sent what it takes."""
+    """Communicator: its row tiles, one after the other, and ahead of each what is due up to its next one. Of the tiles that
+    anybody waits for, on whatever rank, the first one is waited for in vain by nobody: who waits for that or a later one, or
+    has no more, has sent what it takes."""
     epoch, flags = this_epoch(work.matmul), work.flags
     me, i = gl.program_id(0), gl.program_id(0) * 0
     tiles = gl.load(work.table)

@@ -128,7 +128,7 @@ def moe_matmul_combine(
         plan: a `Plan` to use instead of the planner's: tile and stages, which may differ between ranks, and schedule,
             which may not. "intra_sm" sends each row by itself; "inter_sm" has `comm_sms` SMs that sum a token's rows at
             a rank first, and sends one: the planner's between GPUs that link, where it predicts that to be clearly
-            faster, no GPU having timed it.
+            faster, no such GPUs having timed it.
 
     Returns:
         `[T, H]` of h's dtype, on the current stream: `moe_combine(grouped_matmul(h, w, route.offsets), route)`,
