@@ -8,7 +8,7 @@ import torch
 import tileweave
 from tileweave import Plan, plan
 from tileweave.cli import main
-from tileweave.ops.plans import SIZES
+from tileweave.ops.plans import SHARED, SIZES
 from tileweave.planner import profile
 from tileweave.planner.tiling import CORE_ROWS, ring_bytes
 
@@ -107,6 +107,16 @@ def test_a_collectives_communicators_are_those_of_its_grid(m, ranks, grid):
     """Of its largest launch, which the reason tells."""
     decision = plan("all_reduce", {"m": m, "n": m}, gpu="h200", ranks=ranks)
     assert decision.plan.comm_sms == grid and f"a grid of {grid} lays out" in decision.plan.reason
+
+
+@pytest.mark.parametrize("op", sorted(SHARED))
+def test_sizes_left_out_suit_any_number_of_ranks(op):
+    for ranks in (3, 72):
+        decision = plan(op, {}, gpu="gb200-nvl72", ranks=ranks)
+        assert all(decision.shape[name] % ranks == 0 for name in SHARED[op])
+    if SHARED[op]:
+        with pytest.raises(ValueError, match="is not divisible by 3 ranks"):
+            plan(op, {SHARED[op][0]: 8192}, gpu="h200", ranks=3)
 
 
 def test_a_dispatch_of_more_rows_than_its_flags_count_is_no_kernels():

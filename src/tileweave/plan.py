@@ -10,7 +10,7 @@ from tileweave.fabric import MAX_RANKS, fabric_of, local_fabric
 from tileweave.fabric.bound import workspace_bound
 from tileweave.fabric.capability import BLACKWELL, CORES, refusal_of
 from tileweave.ops.contract import Site
-from tileweave.ops.plans import FIND, LOCAL, SIZES, check_dtype, check_shares, check_sizes
+from tileweave.ops.plans import FIND, LOCAL, SIZES, check_dtype, check_shares, check_sizes, rounded
 from tileweave.planner import profile
 from tileweave.planner.decision import Decision, Question, settle
 from tileweave.planner.hardware import H200, SHIPPED, Hardware
@@ -34,7 +34,8 @@ def plan(
         shape: sizes of the whole problem, of which each rank has its share: m, n, k of the whole product; batch, heads,
             kv_heads, seq, dim and causal (0 or 1; a ring then has its pieces in zigzag); tokens, hidden, inner,
             experts, topk; rows, hidden, inner, experts of one rank's grouped_matmul; m, n of what a collective gathers,
-            sums, or cuts by columns. What is left out has a default.
+            sums, or cuts by columns. What is left out has a default, rounded up so that the
+            ranks can share it.
         dtype: torch.bfloat16 or torch.float16, of the operands.
         group: the ranks of a call, as the op takes it: the plan is then that of a call of this rank. Not with `ranks`.
         gpu: a profile that ships, "h100", "h200", "b200" or "gb200-nvl72", or the file of one that `tileweave probe`
@@ -66,6 +67,7 @@ def plan(
     hardware = profile(gpu if gpu is not None else here() if group is None else H200.name)
     site = _site(op, group, hardware, ranks)
     hardware = site.on(hardware)
+    sizes = rounded(op, sizes, shape, site.world)
     check_shares("plan", op, sizes, site.world)
     name = str(dtype).removeprefix("torch.")
     asked = Question(op, hardware, site.world, sizes, name, site.sms or hardware.sms, workspace_bound())

@@ -16,7 +16,7 @@ from tileweave.ops.grouped_matmul import grouped_matmul
 from tileweave.ops.matmul_all_reduce import matmul_all_reduce
 from tileweave.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from tileweave.ops.moe import moe_dispatch_matmul, moe_matmul_combine
-from tileweave.ops.plans import LOCAL, check_dtype, check_shares, check_sizes, check_topk, contenders
+from tileweave.ops.plans import LOCAL, check_dtype, check_shares, check_sizes, check_topk, contenders, rounded
 from tileweave.ops.ring_attention import check as ring
 from tileweave.ops.ring_attention import ring_attention
 from tileweave.ops.ulysses_attention import ulysses_attention
@@ -96,6 +96,7 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     device = torch.device("cuda" if cuda else "cpu")
     fabric = local_fabric(device) if op in LOCAL else fabric_of(group, device)
     check_topk("tune", sizes)
+    sizes = rounded(op, sizes, shape, fabric.world_size)
     check_shares("tune", op, sizes, fabric.world_size)
     site = Site.of(fabric)._replace(tuned=())
     problem, plans = contenders(op, site, sizes, dtype)

@@ -1,5 +1,6 @@
 """What each op says to a question about a shape: what its own route is, and what that leaves; for `tileweave.plan`."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +91,13 @@ def check_topk(caller: str, s: Sizes) -> None:
     """ValueError unless a token can choose so many experts."""
     if s.get("topk", 0) > s.get("experts", 0):
         raise ValueError(f"{caller}: topk={s['topk']} must be at most experts={s['experts']}, each chosen once")
+
+
+def rounded(op: str, sizes: Sizes, shape: Mapping[str, int], world: int) -> Sizes:
+    """The sizes, those that `shape` does not name rounded up so that `world` ranks can have equal shares."""
+    left = [name for name in SHARED[op] if name not in shape]
+    sizes = sizes | {name: math.ceil(sizes[name] / world) * world for name in left}
+    return sizes | ({"kv_heads": sizes["heads"]} if "heads" in left and "kv_heads" not in shape else {})
 
 
 def check_shares(caller: str, op: str, sizes: Sizes, world: int) -> None:

@@ -158,7 +158,7 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
         return f"plan.comm_sms={plan.comm_sms}: expected 1 to {most} of {problem.sms} SMs"
     if plan.split != 1:
         return f"plan.split={plan.split}: moe_dispatch_matmul has 1"
-    if plan.tile[1] < problem.columns:
+    if problem.products > 1 and plan.tile[1:2] == (64,):
         return f"plan.tile={plan.tile}: with a gate half of a tile's columns are the gate's, so it has 128 or 256"
     return core.untileable(plan, 2, hardware, cores=problem.cores)
 
@@ -181,7 +181,7 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
         f"{comm_sms} of {problem.sms} SMs); tiles of {chosen.tile[0]} x {chosen.tile[1]} are the cheapest for experts "
-        f"of many rows; {ring_says(tiling.on(hardware))}"
+        f"of {MANY_ROWS} rows each, as how many there will be is not known; {ring_says(tiling.on(hardware))}"
     )
     return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)
 

@@ -91,7 +91,17 @@ ADDED_ROLES = {
 OF_OTHERS = {
     "load_joined": ["load_b(", "keep("],
     "tell": ["send_scales(", "if work.DIRECT or work.MULTIMEM:", "signal_all(", "else:"],
-    "communicate": ["if work.MULTIMEM:", "_blocks(", "if work.BY_REGISTERS:", "_blocks(", "else:", "if work.LAST:"],
+    "communicate": [
+        "if work.MULTIMEM:",
+        "_blocks(",
+        "if work.BY_REGISTERS:",
+        "_blocks(",
+        "else:",
+        "if work.LAST:",
+        "2 if work.BLOCKS",
+    ],
+    "fetch": ["TILE_BYTES: gl.constexpr", "BESIDE: gl.constexpr", "if work.BLOCKS:", "fetch_row_scales("],
+    "send": ["if work.BLOCKS:", "send_row_scales("],
     "before_load": ["if work.MULTIMEM:", "fence_proxy_alias("],
 }
 ADDED_TO_LOAD = """    else:
@@ -115,7 +125,7 @@ def lines_of(text):
 
 @pytest.mark.parametrize("mechanism", ADDED_ROLES)
 def test_a_mechanism_adds_fewer_than_fifty_lines_to_the_kernel_of_one_gpu(mechanism):
-    """What all inter-SM kernels share is in tiles/; 8-bit operands have some lines more for their scales."""
+    """What all inter-SM kernels share is in tiles/; 8-bit and 4-bit operands have some lines more for their scales."""
     text = Path(kernel.__file__).read_text()
     counts = lines_of(text)
     for role, others in OF_OTHERS.items():
@@ -126,6 +136,11 @@ def test_a_mechanism_adds_fewer_than_fifty_lines_to_the_kernel_of_one_gpu(mechan
     added = 0 if "one shot" in mechanism else len(ADDED_TO_LOAD.splitlines())
     count = added + sum(counts[role] for role in ADDED_ROLES[mechanism])
     assert 30 < count < 50, count
-    assert set(counts) == {"load", "keep", "locate_joined", "all_gather_matmul_kernel", "send_scales"}.union(
-        *ADDED_ROLES.values()
-    )
+    assert set(counts) == {
+        "load",
+        "keep",
+        "locate_joined",
+        "all_gather_matmul_kernel",
+        "send_scales",
+        "load_scales_of",
+    }.union(*ADDED_ROLES.values())
