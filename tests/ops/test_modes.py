@@ -71,7 +71,7 @@ def test_derivatives_that_would_be_missing_are_refused(call):
 
 def test_float8_needs_scales_and_is_not_for_all_ops():
     x = torch.ones(128, 128).to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="in blocks must be torch.float8_e8m0fnu on cpu, got None"):
+    with pytest.raises(ValueError, match=r"in blocks must be torch\.float8_e8m0fnu on cpu, got None"):
         tw.matmul_all_reduce(x, x)
     for op in (tw.all_gather_matmul, tw.matmul_reduce_scatter):
         with pytest.raises(ValueError, match="need scale_a"):
