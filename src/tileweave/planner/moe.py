@@ -16,7 +16,8 @@ MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
 ALIKE = 1.04  # costs that the model cannot tell apart
 UNEVEN = (64, 256, 64)  # the tile for experts whose rows are no whole tiles of 128, as a router's never are
 MANY_EXPERTS, FEW_ROWS, MANY_ROWS, SHARED_BY = 64, 256, 1024, 3  # where it is taken: see plan_for
-PLACE_GBS = 20.0  # rows that a communicator of a dispatch writes; measured with 4 to 16 of them (docs/performance.md)
+PLACE_GBS = 20.0  # rows that a communicator of a dispatch writes (docs/figures/dispatch_before_1xH200.json)
+USUAL_ROWS = 1024  # of each expert, for which a dispatch is planned
 MOST_COMM = 3  # at most one SM of so many communicates
 
 
@@ -167,7 +168,7 @@ def unsupported_dispatch(problem: DispatchProblem, plan: Plan, hardware: Hardwar
 def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Plan:
     """The plan for experts of many rows, as training has them: so many SMs communicate that they place rows as fast as
     all would multiply them."""
-    rows = MANY_ROWS * problem.experts  # of what a rank takes in nothing is known
+    rows = USUAL_ROWS * problem.experts  # of what a rank takes in nothing is known
 
     def tiles(sms: int) -> tuple[float, Tiling]:
         return cheapest(tilings_by_cost(grouped_of(problem, rows, sms), hardware), problem.columns)
@@ -181,7 +182,7 @@ def dispatch_plan_for(problem: DispatchProblem, hardware: Hardware = H200) -> Pl
     reason = (
         "tokens come in an order that depends on data, so SMs that only communicate send and place them (inter-SM, "
         f"{comm_sms} of {problem.sms} SMs); tiles of {chosen.tile[0]} x {chosen.tile[1]} are the cheapest for experts "
-        f"of {MANY_ROWS} rows each, as how many there will be is not known; {ring_says(tiling.on(hardware))}"
+        f"of {USUAL_ROWS} rows each, as how many there will be is not known; {ring_says(tiling.on(hardware))}"
     )
     return replace(chosen, schedule="inter_sm", comm_sms=comm_sms, reason=reason)
 

@@ -1,16 +1,12 @@
 """The judge of edits of moe_matmul_combine's kernel, for the tests of either schedule."""
 
-import importlib.util
-import sys
-
 import pytest
 
 import tileweave as tw
 from tests.ops.moe.problems import assert_right, problem, truth
 from tests.ops.moe.test_dispatch import KINDS
-from tests.ops.mutants import SOURCES
+from tests.ops.mutants import put_edited
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
-from tileweave.ops.moe import combine_launch
 
 NAME = "moe_matmul_combine"
 
@@ -18,21 +14,7 @@ NAME = "moe_matmul_combine"
 @pytest.fixture
 def mutated(monkeypatch, tmp_path):
     """A function that puts an edited kernel in place of the real one."""
-
-    def apply(edits):
-        text = (SOURCES / "ops/moe/combine_kernel.py").read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
-            text = text.replace(old, new)
-        name = f"mutant_{tmp_path.name}_combine"
-        target = tmp_path / f"{name}.py"
-        target.write_text(text)
-        spec = importlib.util.spec_from_file_location(name, target)
-        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
-        spec.loader.exec_module(sys.modules[name])
-        monkeypatch.setattr(combine_launch, f"{NAME}_kernel", getattr(sys.modules[name], f"{NAME}_kernel"))
-
-    return apply
+    return lambda edits: put_edited("ops/moe/combine_kernel.py", edits, monkeypatch, tmp_path, NAME)
 
 
 def outcome_of(seed, tokens, sizes, plan, sms, capacity, signs):

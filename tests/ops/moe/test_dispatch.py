@@ -6,20 +6,17 @@ What is expected is the kind of finding: R race, D deadlock, P protocol error, W
 harmless and nothing may be reported.
 """
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 import tileweave as tw
 from tests.ops.moe.problems import assert_right, judge, problem, run, there_and_back, truth
 from tests.ops.moe.test_moe import gradients, true_gradients
+from tests.ops.mutants import put_edited
 from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.fabric.base import HEADER_WORDS
-from tileweave.ops.moe import kernel, launch
+from tileweave.ops.moe import kernel
 from tileweave.ops.moe.launch import FLAGS
 from tileweave.planner import moe as planner
 
@@ -183,7 +180,6 @@ def test_which_path_is_taken():
         path(4, plan=Plan())
 
 
-SOURCES = Path(launch.__file__).parents[2]
 KERNEL = "ops/moe/kernel.py"
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 WAIT = "gl.wait(work.flags, flag, epoch * STEPS + i // work.COMM_SMS + 1)"
@@ -228,21 +224,7 @@ MUTANTS = {
 @pytest.fixture
 def mutated(monkeypatch, tmp_path):
     """A function that puts an edited kernel in place of the real one."""
-
-    def apply(edits):
-        text = (SOURCES / KERNEL).read_text()
-        for old, new in edits:
-            assert text.count(old) == 1, f"the text to edit occurs {text.count(old)} times: {old!r}"
-            text = text.replace(old, new)
-        name = f"mutant_{tmp_path.name}_kernel"
-        target = tmp_path / f"{name}.py"
-        target.write_text(text)
-        spec = importlib.util.spec_from_file_location(name, target)
-        monkeypatch.setitem(sys.modules, name, importlib.util.module_from_spec(spec))
-        spec.loader.exec_module(sys.modules[name])
-        monkeypatch.setattr(launch, "moe_dispatch_matmul_kernel", sys.modules[name].moe_dispatch_matmul_kernel)
-
-    return apply
+    return lambda edits: put_edited(KERNEL, edits, monkeypatch, tmp_path, "moe_dispatch_matmul")
 
 
 def outcome(seed):
