@@ -354,7 +354,8 @@ def signal_all(flags, index, value):
 @_builtin
 def _spin(flag, needed, abort, expected, timeout_ns, _semantic=None):
     """Every thread polls its flag, if it is needed, with acquire loads until it is reached, the group aborted or time
-    is up. 1 where the flag was reached in time, or not needed, and the group has not aborted."""
+    is up. 1 where the flag was reached in time, or not needed, and the group has not aborted: who raises flags although
+    what they stand for is missing has aborted before, so the abort word is read behind the flag."""
     text = """{
         .reg .pred p; .reg .b32 v, a; .reg .b64 t0, t1;
         mov.u32 $0, 1;
@@ -362,8 +363,8 @@ def _spin(flag, needed, abort, expected, timeout_ns, _semantic=None):
         @p bra DONE;
         mov.u64 t0, %globaltimer;
         AGAIN:
-        ld.relaxed.sys.global.b32 a, [$3];
         ld.acquire.sys.global.b32 v, [$1];
+        ld.relaxed.sys.global.b32 a, [$3];
         setp.eq.s32 p, a, 0;
         selp.u32 $0, 1, 0, p;
         @!p bra DONE;

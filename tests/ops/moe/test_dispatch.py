@@ -209,15 +209,15 @@ MUTANTS = {
     "places of another rank": ([("tr.send_place + to * tr.tokens + numbers, mask", "tr.send_place + numbers, mask")], "RWP"),
     "no zeros behind a row": ([("mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]", "mask = there[:, None] & (cols < tr.k_lines * 8)[None, :]")], "W"),
     "communicators do not end the call": ([("epoch * STEPS + STEPS - 1)\n    finish_all(work.matmul, epoch)\n", "epoch * STEPS + STEPS - 1)\n")], "RDWP"),
-    "what a tile takes is sent behind it": ([("tile + work.COMM_SMS, NO_TILE - 1)", "tile - work.COMM_SMS, NO_TILE - 1)")], "D"),
+    "what a tile takes is sent behind it": ([("tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)", "tile - work.COMM_SMS, NO_TILE - 1)")], "D"),
     "what no own tile takes is not sent": ([("range(turns + 1)", "range(turns)")], "DRW"),
     "what other ranks need is not looked at": ([("    some = first < sent\n", "    some = (first < sent) & (to == flags.rank)\n")], "DRW"),
     "CTAs without tiles go through the roles": ([("    if first_unit(mm) < tiles:\n", "    if first_unit(mm) < tiles + 8:\n")], "R"),
     # harmless
     "waits for a flag twice": ([("    there = " + WAIT, "    gl." + WAIT[3:] + "\n    there = " + WAIT)], None),
     "a fence more": ([("    gl.fence_proxy_async()\n", "    gl.fence_proxy_async()\n    gl.fence_proxy_async()\n")], None),
-    "nothing is sent ahead of the tile that takes it": ([("tile + work.COMM_SMS, NO_TILE - 1)", "tile, NO_TILE - 1)")], None),
-    "all is sent first": ([("gl.where(turn < turns, tile + work.COMM_SMS, NO_TILE - 1)", "NO_TILE - 1")], None),
+    "nothing is sent ahead of the tile that takes it": ([("tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)", "tile, NO_TILE - 1)")], None),
+    "all is sent first": ([("gl.where(turn < turns, tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)", "NO_TILE - 1")], None),
 }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ MOST_RANKS = gl.constexpr(64)  # a power of two
 NO_TILE = gl.constexpr((1 << 31) - 1)
 EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
 BLOCK_ROWS = gl.constexpr(32)  # rows that are copied at once
+LOOK = gl.constexpr(64)  # row tiles that a communicator sends ahead, at most
 
 
 @gl.aggregate
@@ -286,16 +287,17 @@ def place(work, me, i, epoch):
 
 @gl.jit
 def communicate(work):
-    """Communicator: its row tiles, one after the other, and ahead of each what is due up to its next one. Of the tiles that
-    anybody waits for, on whatever rank, the first one is waited for in vain by nobody: who waits for that or a later one, or
-    has no more, has sent what it takes."""
+    """Communicator: its row tiles, one after the other, and ahead of each what is due up to its next one and, the further
+    it has come, beyond: ranks whose tiles take longer are not waited for then. Of the tiles that anybody waits for, on
+    whatever rank, the first one is waited for in vain by nobody: who waits for that or a later one, or has no more, has
+    sent what it takes."""
     epoch, flags = this_epoch(work.matmul), work.flags
     me, i = gl.program_id(0), gl.program_id(0) * 0
     tiles = gl.load(work.table)
     turns = gl.cdiv(gl.maximum(tiles - me, 0), work.COMM_SMS)
     for turn in range(turns + 1):
         tile = me + turn * work.COMM_SMS
-        ahead = gl.where(turn < turns, tile + work.COMM_SMS, NO_TILE - 1)
+        ahead = gl.where(turn < turns, tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)
         while due(work, i) <= ahead:
             send(work, me, i, epoch)
             i += 1
