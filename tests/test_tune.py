@@ -308,6 +308,8 @@ def test_a_tuned_dispatch_has_the_planners_plan_where_its_own_flags_count_too_fe
     sizes = {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8}
     problem, plans = contenders("moe_dispatch_matmul", site, sizes, torch.bfloat16)
     assert len({plan.comm_sms for plan in plans}) == 3 and len(set(plans)) == len(plans) >= 6
+    rings = {plan.stages for plan in plans if replace(plan, stages=0) == replace(plans[0], stages=0)}
+    assert len(rings) > 1 and all(plan.predicted_us > 0 for plan in plans)
     fewest = min(plans, key=lambda plan: most_rows(problem, plan))
     there = site._replace(tuned=(Tuned("moe_dispatch_matmul", problem, fewest, 12.5),))
     w, limit = Like(torch.Size((32, 7168, 2048)), torch.bfloat16, site.device), most_rows(problem, fewest)
@@ -336,8 +338,10 @@ def test_a_way_back_is_tuned_for_any_rows_by_row_and_by_sums():
         assert chosen == [taken] * 2
 
 
-def test_the_gpu_sleeps_ahead_of_the_calls_that_are_timed(monkeypatch):
-    log = []
+@pytest.mark.parametrize("first, then", [(9.0, 0.002), (9.0, 0.05), (0.001, 0.001)])
+def test_the_gpu_sleeps_until_the_calls_that_are_timed_are_enqueued(monkeypatch, first, then):
+    """Whatever the host takes for a call, by a clock that calls advance and a GPU of the fastest that there is."""
+    log, now = [], 0.0
 
     class Event:
         def __init__(self, enable_timing):
@@ -352,10 +356,25 @@ def test_the_gpu_sleeps_ahead_of_the_calls_that_are_timed(monkeypatch):
         def elapsed_time(self, end):
             return 0.5
 
+    def sleep(cycles):
+        nonlocal awake
+        log.append("sleep")
+        awake = now + cycles / 2e9
+
+    def call():
+        nonlocal now
+        now += then if log else first
+        log.append("call")
+
+    awake = 0.0
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append("sleep"))
-    assert tuning._gpu_us(lambda: log.append("call")) == 500 / tuning.CALLS
-    assert log == ["call", "sleep", "call", "event", *["call"] * tuning.CALLS, "event", "wait"]
+    monkeypatch.setattr(torch.cuda, "_sleep", sleep)
+    monkeypatch.setattr(tuning.time, "perf_counter", lambda: now)
+    assert tuning._gpu_us(call) == 500 / tuning.CALLS
+    calls = ["call"] * tuning.CALLS
+    assert log == ["call", "call", *calls, "sleep", "call", "event", *calls, "event", "wait"]
+    busy = (1 + tuning.CALLS) * then
+    assert now + 0.9 * busy < awake < now + 1.1 * busy
 
 
 def test_nothing_is_measured_without_a_gpu_or_a_kernel(world, clock, tmp_path):

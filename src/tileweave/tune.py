@@ -1,6 +1,7 @@
 """`tune`: the plan that is the fastest on this machine, measured once and kept."""
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -35,7 +36,7 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 CHANNELS = {"all_gather_matmul": places.CHANNELS, "ring_attention": ring.CHANNELS}  # of plans that have their own
 CALLS, ROUNDS = 5, 3  # calls that are timed together, and how often each plan has its turn
-ASLEEP = 2_000_000  # cycles of the GPU, about a millisecond
+CYCLES = 2000  # of a GPU in a microsecond, at the most: where its clock is slower it sleeps longer
 
 
 @dataclass(frozen=True)
@@ -126,11 +127,15 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
 
 
 def _gpu_us(call: Callable[[], Any]) -> float:
-    """Microseconds of one of CALLS calls in a row on the current stream, behind one that is not counted. The GPU sleeps
-    before, so that the host is ahead: its work counts only as far as it takes longer than that and the calls."""
-    call()
+    """Microseconds of one of CALLS calls in a row on the current stream, behind one that is not counted. Before them
+    the GPU sleeps twice as long as the host takes for as many, so that it finds all of them enqueued."""
+    call()  # what is prepared once, as a kernel is compiled, has no part in what the host takes
+    began = time.perf_counter()
+    for _ in range(1 + CALLS):
+        call()
+    host_us = (time.perf_counter() - began) * 1e6
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(ASLEEP)
+    torch.cuda._sleep(round(2 * host_us * CYCLES))
     call()
     start.record()
     for _ in range(CALLS):

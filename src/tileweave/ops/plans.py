@@ -375,13 +375,15 @@ def _first_tiles(found: Found, cost: Callable[[Tiling], Cost]) -> list[Plan]:
         return []
     way, plan = found.chosen.way, found.chosen.plan
     others = sorted((each for each in found.others if each.way == way), key=lambda each: each.cost.total_us)
+    return [*(each.plan for each in (found.chosen, *others[: FIRST - 1])), *_other_rings(plan, cost)]
+
+
+def _other_rings(plan: Plan, cost: Callable[[Tiling], Cost]) -> list[Plan]:
+    """The plan in the first few other rings, which take what `cost` says."""
     tiling = next(each for each in tilings_of(2, plan.core) if each.tile == plan.tile)
-    rings = rings_of(tiling, H200.shared_bytes, plan.core)[:RINGS]
-    costs = [(ring.stages, cost(ring).total_us) for ring in rings]
-    return [
-        *(each.plan for each in (found.chosen, *others[: FIRST - 1])),
-        *(replace(plan, stages=stages, predicted_us=round(us, 1)) for stages, us in costs),
-    ]
+    every = tiling, *rings_of(tiling, H200.shared_bytes, plan.core)
+    rings = [ring for ring in every if ring.stages != plan.stages][:RINGS]
+    return [replace(plan, stages=ring.stages, predicted_us=round(cost(ring).total_us, 1)) for ring in rings]
 
 
 def _grouped_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
@@ -407,7 +409,8 @@ def _combine_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) 
 
 
 def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
-    """With half and twice as many communicators too. For any number of tokens, which no rank knows of the others."""
+    """The chosen plan with half and twice as many communicators, then in other rings, then other tiles. For any number
+    of tokens, which no rank knows of the others."""
     experts = Experts(s["experts"], site.world)
     w = _like(site, dtype, experts.most, s["hidden"], s["inner"])
     problem = moe_check.problem_of(site, w, False, experts)
@@ -415,15 +418,17 @@ def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found)
         return problem, []
     taken, plans = found.chosen.plan, []
     tokens, rows = s["tokens"] // site.world, s["tokens"] // site.world * s["topk"]
+    cost = partial(moe.dispatch_cost, problem, tokens=tokens, topk=s["topk"])
+    rings = _other_rings(taken, lambda ring: cost(replace(taken, stages=ring.stages)))
     tried = taken.comm_sms, taken.comm_sms // 2, 2 * taken.comm_sms
     for comm_sms, tiling in product(tried, tilings_of(2, taken.core)):
-        plan = replace(taken, tile=tiling.tile, stages=tiling.stages, comm_sms=comm_sms)
+        stages = taken.stages if tiling.tile == taken.tile else tiling.stages
+        plan = replace(taken, tile=tiling.tile, stages=stages, comm_sms=comm_sms)
         if not moe.unsupported_dispatch(problem, plan) and rows <= moe_check.most_rows(problem, plan):
-            us = moe.dispatch_cost(problem, plan, tokens, s["topk"]).total_us
-            plans.append(replace(plan, predicted_us=round(us, 1)))
+            plans.append(replace(plan, predicted_us=round(cost(plan).total_us, 1)))
     plans.sort(key=lambda each: (each.tile != taken.tile, each.predicted_us))
     same = sum(each.tile == taken.tile for each in plans)
-    return problem, plans[: same + FIRST]
+    return problem, plans[:same] + rings + plans[same : same + FIRST]
 
 
 EXPERTS_CONTENDERS = {
