@@ -162,7 +162,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)
-    tiling = tiling.on(hardware)
+    tiling = tiling.on(hardware).among(problem.world > 1 and not problem.linked)
     compute = tiling.compute_us(tiles, k_steps, plan.split, sms)
     exchange = tiling.exchange_us(tiles, plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)

@@ -163,7 +163,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     Sums take SM_FETCH_GBS on an SM, measured on virtual ranks of an H200 with N = K = 8192.
     """
     tiles, sms = count_tiles(problem, plan), computing(problem, plan)
-    compute = tiling.on(hardware).compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
+    tiling = tiling.on(hardware).among(problem.world > 1 and not problem.linked)
+    compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     memory_rate = hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms
     sum_rate = min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
     result, shots = 2.0 * problem.m * problem.n, SHOTS[plan.schedule]

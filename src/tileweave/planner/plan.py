@@ -285,7 +285,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     tiles, rows = count_tiles(problem, plan), problem.m // problem.world
     sms = problem.sms - plan.comm_sms
     k_steps = max(1, -(-problem.k // plan.tile[2]))
-    compute = tiling.on(hardware).compute_us(tiles, k_steps, plan.split, sms)
+    tiling = tiling.on(hardware).among(problem.world > 1 and not problem.linked)
+    compute = tiling.compute_us(tiles, k_steps, plan.split, sms)
     moved = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
     if plan.schedule in ("intra_sm", "inter_sm") and few(problem, plan):
         each = operand_bytes(rows, problem.n, problem.k, plan.tile, sms, hardware)
