@@ -64,13 +64,14 @@ class Box:
     def __init__(self, like: torch.Tensor, block: Sequence[int], padding: str = "zero", swizzle: int = 128):
         self._fields = dict(vars(describe(like, block, padding, swizzle)), base=None)
 
-    def at(self, base: torch.Tensor, rows: int | None = None) -> TensorDescriptor:
-        """The descriptor of a tensor like that of the constructor, 16-byte aligned, but of `rows`, its last dimension
-        but one, if they are given."""
+    def at(self, base: torch.Tensor, rows: int | None = None, behind: int = 1) -> TensorDescriptor:
+        """The descriptor of a tensor like that of the constructor, 16-byte aligned, but of `rows`, a dimension with so
+        many behind it, if they are given."""
         made = object.__new__(TensorDescriptor)
         vars(made).update(self._fields, base=base)
         if rows is not None:
-            made.shape = [*made.shape[:-2], rows, made.shape[-1]]
+            made.shape = [*made.shape]
+            made.shape[-1 - behind] = rows
         return made
 
 

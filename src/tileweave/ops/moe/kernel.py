@@ -6,9 +6,10 @@ token once to each rank that wants it (themselves included), to the first of its
 blocks that are dealt to them round by round. And they go through the row tiles: they wait until the tokens of a tile are
 in, copy those rows of it that are further rows of a token from the first one, and say that the tile is there. At first
 nearly all rows are the first ones of their tokens, at last hardly any, so each of them does both, in the order in which
-tiles need it. The other CTAs are a grouped matmul (tiles/grouped.py); GATED, a tile is multiplied by both matrices at once,
-into an accumulator twice as wide, whose halves become one before it leaves. Whose row is whose is known before the launch,
-on the device.
+tiles need it. Rows go by TMA through the memory that is meant for operands, several at once, each in as few boxes as hold
+it. The other CTAs are a grouped matmul (tiles/grouped.py); GATED, a tile is multiplied by both matrices at once, into an
+accumulator twice as wide, whose halves become one before it leaves. Whose row is whose is known before the launch, on the
+device.
 
 A flag that counts within a call has the values epoch * STEPS + count. One slot is enough: a call is behind the exchange
 of its counts on every rank's stream, so who sends knows that every peer has ended the call before. Besides the tables of
@@ -18,12 +19,14 @@ the template:
 |---|---|---|---|---|
 | flags[d][r * PER + c]: rounds done | communicator c of rank r, its blocks for d in these rounds are stored | communicators of rank d, before a tile with tokens of these rounds | release / acquire, sys | monotonic; all are raised every REFRESH calls, as calls of few tokens or communicators leave some out |
 | flags[r][WORLD * PER + c]: tiles there | communicator c of rank r, its tiles so far are complete | loaders of rank r, before a tile | release / acquire, sys; then a proxy fence | as above |
-| the slot of rank d | communicators of all ranks | d's communicators; d's loaders, by TMA | flags | written again in the next call, by a rank that has taken part in an exchange which d begins when it has ended this one |
+| carried.ready | the TMA load of a box of a row | this communicator, before it stores the box | mbarrier, CTA | store_read_wait: the store of the buffer's last use has read it |
+| the slot of rank d | communicators of all ranks | d's communicators; d's loaders; all by TMA | flags, then a proxy fence | written again in the next call, by a rank that has taken part in an exchange which d begins when it has ended this one |
 
 A wait that times out makes the loader load from beyond the slot, which TMA fills with NaN: every role keeps its counts.
 """
 
 from tileweave import lang as gl
+from tileweave.tiles.channel import Channel, make_channel
 from tileweave.tiles.communicator import finish_all
 from tileweave.tiles.grouped import as_product, end_of, entry_of, load_matrix, row_tile, store_part
 from tileweave.tiles.matmul import (
@@ -44,20 +47,17 @@ REFRESH = gl.constexpr(1 << 16)
 MOST_RANKS = gl.constexpr(64)  # a power of two
 NO_TILE = gl.constexpr((1 << 31) - 1)
 EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
-BLOCK_ROWS = gl.constexpr(32)  # rows that are copied at once
+BLOCK_ROWS = gl.constexpr(32)  # a block of tokens has whole ones of these
 LOOK = gl.constexpr(64)  # row tiles that a communicator sends ahead, at most
 
 
 @gl.aggregate
 class Travel:
-    """What goes where. Distances are in lines of 16 bytes."""
+    """What goes where. A line is what a row has of a K step; a box, some lines of one row."""
 
-    x: gl.tensor  # this rank's tokens [tokens, k_lines]
+    x: gl.tensor_descriptor  # [1, tokens, lines, BK]: this rank's tokens
+    rows: gl.tensor_descriptor  # [world, most, lines, BK]: all ranks' slots
     tokens: gl.tensor
-    k_lines: gl.tensor
-    padded_lines: gl.tensor  # of a row in a slot
-    places: gl.tensor  # rank 0's slot,
-    rank_lines: gl.tensor  # and the distance of two ranks'
     send_token: gl.tensor  # int32 [world, tokens]: what goes to a rank, in order,
     send_place: gl.tensor  # to which row of its slot
     sent: gl.tensor  # int32 [world]: how many go
@@ -68,11 +68,9 @@ class Travel:
 
     @gl.constexpr_function
     def __init__(
-        self, x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
-        from_row, slots, block,
+        self, x, rows, tokens, send_token, send_place, sent, row_slot, from_row, slots, block,
     ):  # fmt: skip
-        self.x, self.tokens, self.k_lines, self.padded_lines = x, tokens, k_lines, padded_lines
-        self.places, self.rank_lines = places, rank_lines
+        self.x, self.rows, self.tokens = x, rows, tokens
         self.send_token, self.send_place, self.sent = send_token, send_place, sent
         self.row_slot, self.from_row, self.slots, self.block = row_slot, from_row, slots, block
 
@@ -85,6 +83,7 @@ class Work:
     flags: gl.Flags
     rows_desc: gl.tensor_descriptor  # [world, 1, most, k in whole steps]
     travel: Travel
+    carried: Channel  # of boxes, between a communicator's loads and its stores
     w: gl.tensor_descriptor  # [experts, k, n] or, B_T, [experts, n, k],
     w_gate: gl.tensor_descriptor  # GATED: and as many that gate its products
     out: gl.tensor_descriptor  # [rows, n]
@@ -101,10 +100,11 @@ class Work:
 
     @gl.constexpr_function
     def __init__(
-        self, matmul, flags, rows_desc, travel, w, w_gate, out, out_ptr, offsets, table, rows, most, n, GATED, COMM_SMS,
+        self, matmul, flags, rows_desc, travel, carried, w, w_gate, out, out_ptr, offsets, table, rows, most, n, GATED, COMM_SMS,
         PER, GROUP,
     ):  # fmt: skip
-        self.matmul, self.flags, self.rows_desc, self.travel = matmul, flags, rows_desc, travel
+        self.matmul, self.flags, self.rows_desc = matmul, flags, rows_desc
+        self.travel, self.carried = travel, carried
         self.w, self.w_gate, self.out, self.out_ptr = w, w_gate, out, out_ptr
         self.offsets, self.table, self.rows, self.most, self.n = offsets, table, rows, most, n
         self.GATED, self.COMM_SMS = gl.constexpr(GATED), gl.constexpr(COMM_SMS)
@@ -181,36 +181,48 @@ def store(work, owner, row, col, buf, epoch, met):
 
 
 @gl.jit
-def slot_of(work, rank):
-    """A rank's slot."""
-    return work.travel.places + rank.to(gl.int64) * work.travel.rank_lines * 8
+def box_buf(work, at, like):
+    """The buffer of a box, in the shape that descriptor `like` moves."""
+    shape: gl.constexpr = [work.carried.STAGES] + like.block_shape
+    return gl.reinterpret(work.matmul.b_bufs, like.dtype, shape, like.layout).index(at.slot)
 
 
 @gl.jit
-def copy_rows(work, source, from_rows, from_lines, target, to_rows, there, L: gl.constexpr):
-    """Copy rows, `from_lines` apart in `source`, to a slot, 16 bytes of a thread at a time, with zeros behind their end."""
-    tr = work.travel
-    WIDE: gl.constexpr = 512
-    from_words, to_words = from_rows.to(gl.int64) * from_lines, to_rows.to(gl.int64) * tr.padded_lines
-    for col in range(0, tr.padded_lines * 8, WIDE):
-        cols = col + gl.arange(0, WIDE, gl.SliceLayout(0, L))
-        inside = (cols < tr.k_lines * 8)[None, :]
-        x = gl.load(source + from_words[:, None] * 8 + cols[None, :], mask=there[:, None] & inside, other=0.0)
-        mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]
-        gl.store(target + to_words[:, None] * 8 + cols[None, :], x, mask=mask)
+def has_to_go(row, targets, i, AGAIN: gl.constexpr):
+    """Whether the i-th row of a list is not where it belongs: AGAIN, the first row of a token is."""
+    if AGAIN:
+        return row != targets + i
+    else:
+        return row >= 0
 
 
 @gl.jit
-def send_block(work, to, first, end):
-    """Communicator: tokens `first` to `end` of those that go to a rank."""
-    tr = work.travel
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    for i in range(first, end, BLOCK_ROWS):
-        numbers = i + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, L))
-        there = numbers < end
-        tokens = gl.load(tr.send_token + to * tr.tokens + numbers, mask=there, other=0)
-        places = gl.load(tr.send_place + to * tr.tokens + numbers, mask=there, other=0)
-        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, to), places, there, L)
+def carry(work, source, rank, numbers, to, targets, count, AGAIN: gl.constexpr, at, ahead):
+    """Communicator: `count` rows, those of `rank` in `source` whose numbers are in a list, to the rows of `to`'s slot that
+    are in the list `targets` or, AGAIN, to those from number `targets` on. When this returns, the stores are performed, as all
+    threads know; returns the next place in the channel, which `at` and `ahead` both are: Triton would take two names for
+    one variable."""
+    mm, ring, like = work.matmul, work.carried, work.travel.rows
+    AHEAD: gl.constexpr = max(ring.STAGES - 3, ring.STAGES // 2)
+    LINES: gl.constexpr = like.block_shape[2]
+    for line in range(0, mm.k_steps, LINES):
+        for i in range(0, count + AHEAD):
+            if i < count:
+                row = gl.load(numbers + i)
+                if has_to_go(row, targets, i, AGAIN):
+                    gl.store_read_wait(ring.STAGES - 1 - AHEAD)
+                    gl.mbarrier_expect(ring.ready_at(ahead), LINES * mm.BK * (like.dtype.primitive_bitwidth // 8))
+                    gl.load_async(source, rank, [row, line, 0], box_buf(work, ahead, source), ring.ready_at(ahead))
+                    ahead = ring.next(ahead)
+            if i >= AHEAD:
+                if has_to_go(gl.load(numbers + i - AHEAD), targets, i - AHEAD, AGAIN):
+                    target = targets + i - AHEAD if AGAIN else gl.load(targets + i - AHEAD)
+                    ring.consumer_wait(at)
+                    gl.store_async(like, to, [target, line, 0], box_buf(work, at, like))
+                    at = ring.next(at)
+    gl.store_wait(0)
+    gl.barrier()
+    return at
 
 
 @gl.jit
@@ -228,8 +240,9 @@ def due(work, i):
 
 
 @gl.jit
-def send(work, me, i, epoch):
-    """Communicator: its block of round `i` to each rank in turn, its own last, so that all receivers get on."""
+def send(work, me, i, epoch, at):
+    """Communicator: its block of round `i` to each rank in turn, its own last, so that all receivers get on; returns the next
+    place in the channel."""
     tr, flags = work.travel, work.flags
     for distance in range(1, flags.world + 1):
         to = (flags.rank + distance) % flags.world
@@ -237,9 +250,11 @@ def send(work, me, i, epoch):
         before = i * work.COMM_SMS * tr.block
         if before < count:
             first = before + me * tr.block
-            send_block(work, to, first, gl.minimum(first + tr.block, count))
-            gl.barrier()
+            some = gl.maximum(gl.minimum(count - first, tr.block), 0)
+            begin = to * tr.tokens + first
+            at = carry(work, tr.x, 0, tr.send_token + begin, to, tr.send_place + begin, some, False, at, at)
             gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)
+    return at
 
 
 @gl.jit
@@ -258,31 +273,20 @@ def await_tokens(work, row, end, epoch):
 
 
 @gl.jit
-def copy_again(work, at, row, end):
-    """Communicator: rows of the tile that lies from `at` on in the slot which are not the first ones of their tokens."""
-    tr = work.travel
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
-    slot = slot_of(work, work.flags.rank)
-    for i in range(row, end, BLOCK_ROWS):
-        rows = i + gl.arange(0, BLOCK_ROWS, gl.SliceLayout(1, L))
-        first = gl.load(tr.from_row + rows, mask=rows < end, other=0)
-        target = at + rows - row
-        again = (rows < end) & (first != target)
-        if gl.max(again.to(gl.int32), 0) > 0:
-            copy_rows(work, slot, first, tr.padded_lines, slot, target, again, L)
-
-
-@gl.jit
-def place(work, me, i, epoch):
-    """Communicator: row tile `i`."""
-    flags = work.flags
+def place(work, me, i, epoch, at):
+    """Communicator: row tile `i`, of whose rows it copies those that are not the first ones of their tokens; returns the
+    next place in the channel."""
+    tr, flags = work.travel, work.flags
     entry = entry_of(work.table, i)
     row = gl.load(entry + 1)
     end = gl.minimum(gl.load(entry + 2), row + work.matmul.BM)
     await_tokens(work, row, end, epoch)
-    copy_again(work, i * work.matmul.BM, row, end)
-    gl.barrier()
+    gl.fence_proxy_async()
+    at = carry(
+        work, tr.rows, flags.rank, tr.from_row + row, flags.rank, i * work.matmul.BM, end - row, True, at, at
+    )  # fmt: skip
     gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.COMM_SMS + 1)
+    return at
 
 
 @gl.jit
@@ -292,17 +296,17 @@ def communicate(work):
     whatever rank, the first one is waited for in vain by nobody: who waits for that or a later one, or has no more, has
     sent what it takes."""
     epoch, flags = this_epoch(work.matmul), work.flags
-    me, i = gl.program_id(0), gl.program_id(0) * 0
+    me, i, at = gl.program_id(0), gl.program_id(0) * 0, work.carried.start()
     tiles = gl.load(work.table)
     turns = gl.cdiv(gl.maximum(tiles - me, 0), work.COMM_SMS)
     for turn in range(turns + 1):
         tile = me + turn * work.COMM_SMS
         ahead = gl.where(turn < turns, tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)
         while due(work, i) <= ahead:
-            send(work, me, i, epoch)
+            at = send(work, me, i, epoch, at)
             i += 1
         if turn < turns:
-            place(work, me, tile, epoch)
+            at = place(work, me, tile, epoch, at)
     if epoch % REFRESH == 0:
         for flag in range(me, work.PER, work.COMM_SMS):
             for to in range(flags.world):
@@ -312,13 +316,11 @@ def communicate(work):
 
 
 @gl.jit(do_not_specialize=[
-    "rank", "flags_stride", "timeout_us", "tokens", "k_lines", "padded_lines", "rank_lines", "slots", "block",
-    "rows", "most", "n", "k",
+    "rank", "flags_stride", "timeout_us", "tokens", "slots", "block", "rows", "most", "n", "k",
 ])  # fmt: skip
 def moe_dispatch_matmul_kernel(
-    rank, x, x_like, rows_desc, w, w_gate, w_like, out_desc, out, offsets, table, flags_ptr, flags_stride, state,
-    timeout_us, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot, from_row,
-    slots, block, rows, most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    rank, x, x_like, rows_desc, boxes_desc, w, w_gate, w_like, out_desc, out, offsets, table, flags_ptr, flags_stride,
+    state, timeout_us, tokens, send_token, send_place, sent, row_slot, from_row, slots, block, rows, most, n, k, WORLD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, C_BUFS: gl.constexpr, GROUP: gl.constexpr, B_T: gl.constexpr, GATED: gl.constexpr,
     SILU: gl.constexpr, COMM_SMS: gl.constexpr, PER: gl.constexpr,
 ):  # fmt: skip
@@ -334,12 +336,10 @@ def moe_dispatch_matmul_kernel(
         x_like, w_like, out_desc, flags, state, out, k, tiles, tiles, gl.to_tensor(1), BM, BN, BK, STAGES, C_BUFS, False,
         False, B_T, COMM_SMS,
     )  # fmt: skip
-    travel = Travel(
-        x, tokens, k_lines, padded_lines, places, rank_lines, send_token, send_place, sent, row_slot,
-        from_row, slots, block,
-    )  # fmt: skip
+    travel = Travel(x, boxes_desc, tokens, send_token, send_place, sent, row_slot, from_row, slots, block)
+    carried = make_channel(STAGES * mm.ACC // boxes_desc.block_shape[2], 1)
     work = Work(
-        mm, flags, rows_desc, travel, w, w_gate, out_desc, out, offsets, table, rows, most, n, GATED, COMM_SMS, PER, GROUP,
+        mm, flags, rows_desc, travel, carried, w, w_gate, out_desc, out, offsets, table, rows, most, n, GATED, COMM_SMS, PER, GROUP,
     )  # fmt: skip
     ACTIVATE: gl.constexpr = gated if GATED else activated if SILU else unscaled
     if first_unit(mm) < tiles:

@@ -20,6 +20,8 @@ from tileweave.planner.moe import most_row_tiles
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
 from tileweave.tiles.grouped import ENTRY
 
+MOST_LINES = 128  # of a box: two such boxes have room in what a tile of 256 columns loads of B in a K step
+
 
 class Travel(NamedTuple):
     """What travels, as the kernel reads it; fields as those of its Travel, of int32."""
@@ -99,19 +101,23 @@ def fused(
 ) -> torch.Tensor:
     """Launch the kernel on the current stream: [R, I]. Matrices are [E_local, H, I], what follows as fields of a
     TokenRoute; experts: all; most: rows of the rank with most of them."""
-    (tokens, world), (bm, _, bk), gated = token_slot.shape, plan.tile, w_gate is not None
+    (tokens, world), (bm, wide, bk), gated = token_slot.shape, plan.tile, w_gate is not None
     rows, (own_experts, k, n) = row_slot.shape[0], w.shape
-    x = in_one_piece(x if tokens else x.new_zeros(1, k))
     own = alike([as_matrices(each) for each in (w, w_gate) if each is not None])
     made = prepare(x.dtype, own[0].shape, own[0].stride(), plan, world, gated, silu, x.device)
     b_t = made.tail[9]
     padded = -(-k // bk) * bk
+    x = x if tokens else x.new_zeros(1, k)
+    x = in_one_piece(x if k == padded else pad(x, (0, padded - k)))
     most = most_row_tiles(most, experts.most, plan.tile) * bm
     channel = fabric.channel(NAME, 0, -(-most // 2) * padded * x.element_size())  # both halves are one slot
     inbox, _ = parallel_view(channel.staging, 1, (most, padded), x.dtype)
-    slot_box = channel.views.get((x.dtype, bm, bk, padded))
-    if slot_box is None:
-        slot_box = channel.views[x.dtype, bm, bk, padded] = slots_box(inbox, (bm, bk))
+    boxes = channel.views.get((x.dtype, plan.tile, padded))
+    if boxes is None:
+        lines, block = (padded // bk, bk), (1, 1, min(wide, MOST_LINES), bk)
+        of_lines = (Box(each.unflatten(-1, lines), block) for each in (x[None], inbox[:, 0]))
+        boxes = channel.views[x.dtype, plan.tile, padded] = slots_box(inbox, (bm, bk)), *of_lines
+    slot_box, x_box, rows_box = boxes
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     target = out if rows else x.new_empty(1, n)
     limit = most_row_tiles(rows, own_experts, plan.tile)
@@ -120,11 +126,12 @@ def fused(
     fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=made.tiles_variant)
     descs = [made.w.at(each.transpose(1, 2) if b_t else each) for each in own]
     args = (
-        fabric.rank, x, made.x.at(x, x.shape[0]), slot_box.at(inbox, most), descs[0], descs[-1],
-        made.like_w.at(own[0]), made.out.at(target, target.shape[0]), target, offsets, table, channel.flags,
-        channel.flags.stride(0), channel.state, channel.timeout_us, max(tokens, 1), k // 8, padded // 8, inbox,
-        inbox.stride(0) // 8, *travel_of(fabric.rank, row_slot, token_slot, lists, bm), slots,
-        block_of(slots, plan.comm_sms), rows, most, *made.tail,
+        fabric.rank, x_box.at(x, x.shape[0], behind=2), made.x.at(x, x.shape[0]), slot_box.at(inbox, most),
+        rows_box.at(inbox, most, behind=2), descs[0], descs[-1], made.like_w.at(own[0]),
+        made.out.at(target, target.shape[0]), target, offsets, table, channel.flags, channel.flags.stride(0),
+        channel.state, channel.timeout_us, max(tokens, 1),
+        *travel_of(fabric.rank, row_slot, token_slot, lists, bm), slots, block_of(slots, plan.comm_sms), rows, most,
+        *made.tail,
     )  # fmt: skip
     fabric.launch(moe_dispatch_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=made.variant)
     return out
