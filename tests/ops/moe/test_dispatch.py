@@ -183,31 +183,37 @@ def test_which_path_is_taken():
 KERNEL = "ops/moe/kernel.py"
 KINDS = {"R": RaceError, "D": DeadlockError, "P": ProtocolError}
 WAIT = "gl.wait(work.flags, flag, epoch * STEPS + i // work.COMM_SMS + 1)"
-SENT = "            gl.barrier()\n            gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)\n"
-PLACED = "    gl.barrier()\n    gl.signal(flags, flags.rank, flags.world * work.PER + me, epoch * STEPS + i // work.COMM_SMS + 1)\n"
+SENT = "gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)"
+CARRIED = "    gl.store_wait(0)\n    gl.barrier()\n"
+AGAIN = "return row != targets + i"
 
 MUTANTS = {
     "a loader does not wait": ([(WAIT, "epoch == epoch")], "R"),
     "a loader waits for the tile before": ([(WAIT, WAIT.replace(" + 1)", ")"))], "R"),
     "a loader waits for another communicator": ([("work.flags.world * work.PER + i % work.COMM_SMS", "work.flags.world * work.PER + (i + 1) % work.COMM_SMS")], "RD"),
-    "no proxy fence after the flag": ([("    gl.fence_proxy_async()\n", "")], "R"),
+    "no proxy fence after the flag": ([("    gl.fence_proxy_async()\n    return there\n", "    return there\n")], "R"),
+    "no proxy fence after the tokens' flags": ([("    gl.fence_proxy_async()\n    at = carry", "    at = carry")], "R"),
     "a communicator does not wait for tokens": ([("            gl.wait_all(work.flags, source * work.PER, work.COMM_SMS, done)\n", "            pass\n")], "R"),
     "a communicator waits for a round less": ([("last // (tr.block * work.COMM_SMS) + 1", "last // (tr.block * work.COMM_SMS)")], "R"),
     "a communicator waits for one communicator": ([("source * work.PER, work.COMM_SMS, done)", "source * work.PER, 1, done)")], "R"),
     "a communicator waits for the source before": ([("gl.wait_all(work.flags, source * work.PER, work.COMM_SMS, done)", "gl.wait_all(work.flags, (source + 1) % work.flags.world * work.PER, work.COMM_SMS, done)")], "RD"),
     "a communicator waits for its first rows only": ([("mask=rows < end, other=-1)", "mask=rows < row + 8, other=-1)")], "R"),
-    "rows of a token are not copied": ([("        if gl.max(again.to(gl.int32), 0) > 0:\n", "        if gl.max(again.to(gl.int32), 0) > 1:\n")], "W"),
-    "all rows are copied": ([("again = (rows < end) & (first != target)", "again = rows < end")], "RNW"),
-    "copied to the row's number": ([("        target = at + rows - row\n", "        target = rows\n")], "RW"),
-    "placed before it is performed": ([(PLACED, PLACED.replace("    gl.barrier()\n", ""))], "R"),
-    "told before the stores are performed": ([(SENT, SENT.replace("            gl.barrier()\n", ""))], "R"),
-    "a communicator tells the next rank": ([("gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)", "gl.signal(flags, (to + 1) % flags.world, flags.rank * work.PER + me, epoch * STEPS + i + 1)")], "RD"),
-    "a communicator tells a round ahead": ([("flags.rank * work.PER + me, epoch * STEPS + i + 1)", "flags.rank * work.PER + me, epoch * STEPS + i + 2)")], "R"),
+    "rows of a token are not copied": ([(AGAIN, "return row < targets - 4096")], "W"),
+    "a row less is copied": ([("i * work.matmul.BM, end - row, True", "i * work.matmul.BM, end - row - 1, True")], "W"),
+    "all rows are copied": ([(AGAIN, "return row >= 0")], "RNW"),
+    "copied to the row's number": ([("flags.rank, i * work.matmul.BM, end", "flags.rank, row, end")], "RW"),
+    "told before the stores are performed": ([(CARRIED, "    gl.store_read_wait(0)\n    gl.barrier()\n")], "R"),
+    "told before all threads know that they are": ([(CARRIED, "    gl.store_wait(0)\n")], "R"),
+    "a store less is waited for": ([(CARRIED, CARRIED.replace("0", "1"))], "R"),
+    "a buffer is filled that is being sent": ([("gl.store_read_wait(ring.STAGES - 1 - AHEAD)", "pass")], "R"),
+    "rows are sent before they are loaded": ([("                    ring.consumer_wait(at)\n", "")], "RP"),
+    "a communicator tells the next rank": ([(SENT, SENT.replace("to, flags.rank", "(to + 1) % flags.world, flags.rank"))], "RD"),
+    "a communicator tells a round ahead": ([(SENT, SENT.replace("i + 1)", "i + 2)"))], "R"),
     "a rank less": ([("    for distance in range(1, flags.world + 1):\n        to", "    for distance in range(1, flags.world):\n        to")], "RDW"),
-    "sent to the next rank": ([("        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, to)", "        copy_rows(work, tr.x, tokens, tr.k_lines, slot_of(work, (to + 1) % work.flags.world)")], "RW"),
-    "sent in the order of tokens": ([("tr.send_token + to * tr.tokens + numbers, mask", "tr.send_token + numbers, mask")], "W"),
-    "places of another rank": ([("tr.send_place + to * tr.tokens + numbers, mask", "tr.send_place + numbers, mask")], "RWP"),
-    "no zeros behind a row": ([("mask = there[:, None] & (cols < tr.padded_lines * 8)[None, :]", "mask = there[:, None] & (cols < tr.k_lines * 8)[None, :]")], "W"),
+    "sent to the next rank": ([("tr.send_token + begin, to, tr", "tr.send_token + begin, (to + 1) % flags.world, tr")], "RW"),
+    "sent in the order of the first rank": ([("tr.send_token + begin", "tr.send_token + first")], "W"),
+    "places of another rank": ([("tr.send_place + begin", "tr.send_place + first")], "RWP"),
+    "a row's last boxes stay": ([("range(0, mm.k_steps, LINES)", "range(0, mm.k_steps - 64, LINES)")], "RW"),
     "communicators do not end the call": ([("epoch * STEPS + STEPS - 1)\n    finish_all(work.matmul, epoch)\n", "epoch * STEPS + STEPS - 1)\n")], "RDWP"),
     "what a tile takes is sent behind it": ([("tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)", "tile - work.COMM_SMS, NO_TILE - 1)")], "D"),
     "what no own tile takes is not sent": ([("range(turns + 1)", "range(turns)")], "DRW"),
@@ -215,7 +221,7 @@ MUTANTS = {
     "CTAs without tiles go through the roles": ([("    if first_unit(mm) < tiles:\n", "    if first_unit(mm) < tiles + 8:\n")], "R"),
     # harmless
     "waits for a flag twice": ([("    there = " + WAIT, "    gl." + WAIT[3:] + "\n    there = " + WAIT)], None),
-    "a fence more": ([("    gl.fence_proxy_async()\n", "    gl.fence_proxy_async()\n    gl.fence_proxy_async()\n")], None),
+    "a fence more": ([("    gl.fence_proxy_async()\n    return", "    gl.fence_proxy_async()\n    gl.fence_proxy_async()\n    return")], None),
     "nothing is sent ahead of the tile that takes it": ([("tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)", "tile, NO_TILE - 1)")], None),
     "all is sent first": ([("gl.where(turn < turns, tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)", "NO_TILE - 1")], None),
 }  # fmt: skip
