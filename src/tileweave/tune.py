@@ -90,7 +90,7 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
         FabricTimeout: a peer did not take part within the group's timeout.
     """
     sizes = check_sizes("tune", op, shape, OPS)
-    check_dtype("tune", dtype)
+    check_dtype("tune", op, dtype)
     cuda = torch.cuda.is_available()
     if cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("tune: calls are measured, which no CUDA graph can hold: tune before the capture")

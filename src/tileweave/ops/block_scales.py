@@ -46,6 +46,11 @@ def blocks_along(k: int, dtype: torch.dtype) -> int:
     return math.ceil(k * KINDS[dtype].packed / KINDS[dtype].block / WIDE)
 
 
+def scales_of(rows: int, k: int, dtype: torch.dtype) -> int:
+    """How many scales the operand of so many rows has, of K in elements, with those beyond its last row or scale."""
+    return math.ceil(rows / ROWS) * blocks_along(k, dtype) * ROWS * WIDE
+
+
 def check_block_scales(op: str, a: Like, named: Iterable[tuple[str, Like | None, int]]) -> None:
     """ValueError unless each is the scales of blocks along K of so many rows that are as long as a's, beside a."""
     kind, k = KINDS[a.dtype], a.shape[1]
@@ -57,7 +62,7 @@ def check_block_scales(op: str, a: Like, named: Iterable[tuple[str, Like | None,
             f"{below + kind.block} would be"
         )
     for name, scale, rows in named:
-        count = math.ceil(rows / ROWS) * blocks_along(k, a.dtype) * ROWS * WIDE
+        count = scales_of(rows, k, a.dtype)
         if scale is None or scale.dtype != kind.scale or scale.device != a.device:
             got = "None" if scale is None else f"{scale.dtype} on {scale.device}"
             raise ValueError(f"{op}: {name} of {a.dtype} in blocks must be {kind.scale} on {a.device}, got {got}")
