@@ -147,6 +147,50 @@ def test_the_plan_is_that_which_explain_tells():
             assert decision.plan.reason.startswith(told.plan.reason)
 
 
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_gather_matmul"])
+def test_a_plan_of_float8_is_that_which_explain_tells(op):
+    """Of operands with a scale each; its tiles are as deep in bytes, and the plain way is not said to be known."""
+    with tileweave.virtual_world(2, device="cpu") as world:
+
+        def both(rank, group):
+            one = torch.ones(1)
+            k, n = (64, 128) if op == "matmul_reduce_scatter" else (128, 64)
+            a, b = (torch.zeros(size).to(torch.float8_e4m3fn) for size in ((256, k), (k, n)))
+            m = 256 if op == "matmul_reduce_scatter" else 512
+            told = tileweave.explain(op, a, b, group, scale_a=one, scale_b=one)
+            sizes = {"m": m, "n": 128, "k": 128}
+            return told, plan(op, sizes, torch.float8_e4m3fn, group=group, gpu="h200")
+
+        for told, decision in world.run(both):
+            assert told.fused and decision.fused and decision.dtype == "float8_e4m3fn"
+            assert {**told.plan.to_dict(), "reason": ""} == {**decision.plan.to_dict(), "reason": ""}
+            assert decision.plan.tile[2] == 128
+    decision, wide = (plan(op, {}, dtype, gpu="h200") for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+    every = [decision.plan, decision.runner_up, *decision.rejected]
+    assert decision.fused and all(each.mechanism != "nccl" and each.tile[2] == 128 for each in every)
+    assert decision.cost.compute_us < 0.6 * wide.cost.compute_us
+    assert decision.cost.total_us == pytest.approx(decision.plan.predicted_us, abs=0.1)
+
+
+def test_float8_of_an_all_reduce_has_scales_of_blocks(capsys):
+    """Which tensor cores of a Hopper GPU do not multiply with."""
+    decision = plan("matmul_all_reduce", {}, torch.float8_e4m3fn, gpu="h200")
+    assert decision.verdict == "fallback" and "multiplies by tcgen05, this GPU by wgmma" in decision.reason
+    assert decision.plan is None
+    would = plan("matmul_all_reduce", {}, torch.float8_e4m3fn, gpu="b200").untried
+    assert would.fused and would.plan.core == "tcgen05" and would.plan.tile[2] == 128
+    with pytest.raises(ValueError, match="K = 12 values are no whole blocks of 32"):
+        plan("matmul_all_reduce", {"k": 96}, torch.float8_e4m3fn, gpu="h200")
+    assert main(["plan", "matmul_all_reduce", "--gpu", "b200", "--dtype", "fp8"]) == 0
+    assert "8 ranks of b200, float8_e4m3fn" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_copies_moves_half_as_much_of_float8():
+    for op in ("all_gather", "all_to_all"):
+        decision, wide = (plan(op, {}, dtype, gpu="h200") for dtype in (torch.float8_e4m3fn, torch.bfloat16))
+        assert decision.fused and decision.plan.predicted_us < 0.7 * wide.plan.predicted_us
+
+
 def test_a_gather_of_few_rows_and_columns_is_not_fused_between_two_h200s():
     """Of eight tiles each on one SM."""
     decision = plan("all_gather_matmul", {"m": 64, "n": 512, "k": 28672}, gpu="h200", ranks=2)
@@ -174,7 +218,16 @@ def test_more_ranks_than_links_join_have_the_plain_way_over_the_network():
         (("matmul_reduce_scatter", {"m": 0}), "m must be from 1 to"),
         (("moe_dispatch_matmul", {"topk": 300}), "topk=300 must be at most experts=256"),
         (("ulysses_attention", {"kv_heads": 3}), "multiple of those of k and v"),
-        (("all_gather_matmul", {}, torch.float32), "dtype must be torch.bfloat16 or torch.float16"),
+        (
+            ("all_gather_matmul", {}, torch.float32),
+            "dtype must be torch.bfloat16 or torch.float16 or torch.float8_e4m3fn",
+        ),
+        (
+            ("grouped_matmul", {}, torch.float8_e4m3fn),
+            "dtype must be torch.bfloat16 or torch.float16 for grouped_matmul, got torch.float8_e4m3fn, which "
+            "matmul_reduce_scatter, all_gather_matmul, matmul_all_reduce, all_gather, all_to_all have",
+        ),
+        (("all_reduce", {}, torch.float8_e4m3fn), "dtype must be torch.bfloat16 or torch.float16 for all_reduce"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments, said):
@@ -253,7 +306,7 @@ def test_the_plain_way_is_not_taken_where_a_way_of_ours_is_predicted_faster(op, 
         (["--shape", "m=100"], "m=100 is not divisible by 8 ranks, of which each has its share; 96 or 104 would be"),
         (["--shape", "m"], "--shape takes sizes as name=number"),
         (["--shape", "m=8,m=8"], "--shape names m twice"),
-        (["--dtype", "fp8"], "--dtype must be one of bf16, fp16"),
+        (["--dtype", "fp4"], "--dtype must be one of bf16, fp16, fp8"),
     ],
 )
 def test_bad_usage_of_the_command(options, said, capsys):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import tileweave
 from tileweave.bench import sweep
+from tileweave.fabric import fabric_of
 from tileweave.fabric.world import current_group
 from tileweave.ops import route as routing
 from tileweave.ops.contract import Like, Site
@@ -92,10 +93,11 @@ def test_calls_use_what_was_fastest_also_where_an_earlier_one_was_prepared(world
     told = world.run(lambda rank, group: tileweave.explain(OP, a[rank], b[rank], group))[0]
     assert told.plan == used[0] and told.measured_us == found.measured_us == min(us for _, us in found.times)
     assert told.to_dict()["measured_us"] == found.measured_us and told.predicted_us == found.plan.predicted_us
+    assert told.to_dict()["error"] == told.error == found.plan.predicted_us / found.measured_us - 1
     decision = world.run(lambda rank, group: tileweave.plan(OP, SIZES, group=group))[0]
     assert decision.reason == told.reason
     mine = world.run(lambda rank, group: tileweave.explain(OP, a[rank], b[rank], group, plan=before))[0]
-    assert mine.plan == before and mine.measured_us is None
+    assert mine.plan == before and mine.measured_us is None and mine.error is None
 
 
 def test_the_slowest_rank_decides_and_all_agree(world, clock):
@@ -277,6 +279,18 @@ def test_every_such_op_can_be_tuned(world, monkeypatch, op, sizes):
     decision = world.run(lambda rank, group: tileweave.plan(op, sizes, group=group))[0]
     assert "measured" in decision.reason and decision.plan.comm_sms == first.plan.comm_sms
     assert decision.plan.tile == first.plan.tile
+
+    def told(rank, group):
+        return tuning.call_of(op, decision.shape, torch.bfloat16, fabric_of(group), group)()
+
+    def explained(*args, **options):
+        return tileweave.explain(op, *args, **options)
+
+    monkeypatch.setitem(tuning.OPS, op, explained)  # what makes a call asks then what it would do
+    monkeypatch.setattr(tuning, op, explained)
+    for route in world.run(told):
+        assert (route.measured_us, route.predicted_us) == (first.measured_us, first.plan.predicted_us)
+        assert route.error == first.plan.predicted_us / first.measured_us - 1
 
 
 def test_the_plain_way_is_taken_where_it_was_measured_faster():

@@ -28,7 +28,8 @@ ROUTES: dict[str, Callable[..., Route]] = {
 
 
 def explain(op: str, /, *args, **kwargs) -> Route:
-    """The path that `op` would take with these arguments: backend, fused or not, reason, plan, predicted time.
+    """The path that `op` would take with these arguments: backend, fused or not, reason, plan, predicted time; where
+    `tileweave.tune` has measured it the measured time too, and the error of the prediction.
 
     Takes the arguments of the op itself, launches nothing, and raises what the op would raise; TypeError, with the op's
     signature, unless the arguments fit it.

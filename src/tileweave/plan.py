@@ -10,7 +10,7 @@ from tileweave.fabric import MAX_RANKS, fabric_of, local_fabric
 from tileweave.fabric.bound import workspace_bound
 from tileweave.fabric.capability import BLACKWELL, CORES, refusal_of
 from tileweave.ops.contract import Site
-from tileweave.ops.plans import FIND, LOCAL, SIZES, check_dtype, check_shares, check_sizes, rounded
+from tileweave.ops.plans import FIND, FLOAT8, LOCAL, SIZES, check_dtype, check_shares, check_sizes, rounded
 from tileweave.planner import profile
 from tileweave.planner.decision import Decision, Question, settle
 from tileweave.planner.hardware import H200, SHIPPED, Hardware
@@ -36,7 +36,9 @@ def plan(
             experts, topk; rows, hidden, inner, experts of one rank's grouped_matmul; m, n of what a collective gathers,
             sums, or cuts by columns. What is left out has a default, rounded up so that the
             ranks can share it.
-        dtype: torch.bfloat16 or torch.float16, of the operands.
+        dtype: torch.bfloat16 or torch.float16, of the operands; torch.float8_e4m3fn with one scale each of
+            matmul_reduce_scatter and all_gather_matmul, with scales of blocks (mxfp8) of matmul_all_reduce, without any
+            of all_gather and all_to_all.
         group: the ranks of a call, as the op takes it: the plan is then that of a call of this rank. Not with `ranks`.
         gpu: a profile that ships, "h100", "h200", "b200" or "gb200-nvl72", or the file of one that `tileweave probe`
             wrote; None: that of this machine's GPU, or "h200", also with a group, as ops plan for an H200. Without a
@@ -59,7 +61,7 @@ def plan(
         ValueError, TypeError: an unknown op, size, dtype or profile, or sizes that break the op's contract.
     """
     sizes = check_sizes("plan", op, shape, SIZES)
-    check_dtype("plan", dtype)
+    check_dtype("plan", op, dtype, FLOAT8)
     if group is not None and ranks is not None:
         raise ValueError(f"plan: ranks={ranks} goes without a group, which has its own")
     if gpu is not None and not isinstance(gpu, str):

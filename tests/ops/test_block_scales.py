@@ -189,6 +189,24 @@ def test_what_breaks_the_contract(change, says):
         emulated.run(lambda rank, group: tw.matmul_reduce_scatter(a[0], b[0], group, **given))
 
 
+@pytest.mark.parametrize("op", ["matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce"])
+@pytest.mark.parametrize("dtype, legal", [(FP8, "float8_e8m0fnu"), (FP4, "float8_e4m3fn")])
+def test_scales_in_bytes_are_refused_with_what_would_be_legal(op, dtype, legal):
+    """By each op, whichever operand they are of."""
+    a, b, scales, _ = operands(1, 128, 136, 128, dtype)
+    own, other = scales[0]
+    for given, which in (
+        ((own.view(torch.uint8), other.view(torch.uint8)), "scale_a"),
+        ((own, other.view(torch.uint8)), r"scale_b(\[0\])?"),
+    ):
+        said = (
+            rf"^{op}: {which} of torch\.{str(dtype)[6:]} in blocks must be torch\.{legal} on cpu, got "
+            rf"torch\.uint8 on cpu; {which}\.view\(torch\.{legal}\) would be$"
+        )
+        with tw.virtual_world(1, device="cpu") as emulated, pytest.raises(ValueError, match=said):
+            emulated.run(lambda rank, group, g=given: getattr(tw, op)(a[0], b[0], group, scale_a=g[0], scale_b=g[1]))
+
+
 def test_rows_that_are_no_whole_blocks_go_in_one_shot():
     a, b, scales, _ = operands(2, 2 * 40, 136, 128, FP8)
     with tw.virtual_world(2, device="cpu", sms=2) as emulated, pytest.raises(ValueError, match="'one_shot' and 'none'"):

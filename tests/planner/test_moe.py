@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tileweave.fabric import base
+from tileweave.planner import moe
 from tileweave.planner.hardware import H200
 from tileweave.planner.moe import (
     UNEVEN,
@@ -38,6 +40,10 @@ def test_experts_of_few_rows_for_their_number_have_low_tiles(each, experts, sms,
     plan = plan_for(problem)
     assert (plan.tile == UNEVEN) == uneven and unsupported(problem, plan) is None
     assert ("read least from memory" in plan.reason) == uneven and ("are the cheapest" in plan.reason) != uneven
+
+
+def test_the_planner_counts_with_the_flags_that_the_fabric_has():
+    assert moe.FLAGS == base.FLAGS == base.BLOCK_WORDS - base.HEADER_WORDS
 
 
 def test_tcgen05_has_no_low_tiles():

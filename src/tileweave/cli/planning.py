@@ -3,13 +3,14 @@
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tileweave.cli import pictures
-from tileweave.cli.problem import DTYPES, BadUsage
+from tileweave.cli import pictures, problem
+from tileweave.cli.problem import BadUsage
 from tileweave.fabric.capability import EXPERIMENTAL, TRIED
 from tileweave.ops.plans import SIZES
 from tileweave.plan import plan
@@ -24,8 +25,9 @@ Gpu = Annotated[
     typer.Option(help="h100, h200, b200, gb200-nvl72 or a file that probe wrote. Default: this machine's, else h200."),
 ]
 Ranks = Annotated[int | None, typer.Option(help="Number of ranks. Default: as many as the profile has.")]
-Dtype = Annotated[str, typer.Option(help="bf16 or fp16.")]
+Dtype = Annotated[str, typer.Option(help="bf16, fp16 or, of ops that take it, fp8 (float8_e4m3fn).")]
 Picture = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw a rank's timeline; needs matplotlib.")]
+DTYPES = {**problem.DTYPES, "fp8": torch.float8_e4m3fn}
 COLORS = {"SMs": "tab:blue", "link": "tab:orange", "waits": "tab:red"}
 
 

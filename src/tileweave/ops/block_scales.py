@@ -32,8 +32,9 @@ KINDS = {FP8: Kind(torch.float8_e8m0fnu, 32, 1), FP4: Kind(torch.float8_e4m3fn, 
 
 
 def has_blocks(a: Like, scale: Like | None) -> bool:
-    """Whether scales of operands like `a` are of blocks along K."""
-    return a.dtype == FP4 or (a.dtype == FP8 and scale is not None and scale.dtype == KINDS[FP8].scale)
+    """Whether scales of operands like `a` are of blocks along K, be they in bytes, as other libraries have them."""
+    in_bytes = KINDS[FP8].scale, torch.uint8
+    return a.dtype == FP4 or (a.dtype == FP8 and scale is not None and scale.dtype in in_bytes)
 
 
 def scales_in_step(dtype: torch.dtype) -> int:
@@ -44,6 +45,11 @@ def scales_in_step(dtype: torch.dtype) -> int:
 def blocks_along(k: int, dtype: torch.dtype) -> int:
     """Blocks of scales side by side, of K in elements."""
     return math.ceil(k * KINDS[dtype].packed / KINDS[dtype].block / WIDE)
+
+
+def scales_of(rows: int, k: int, dtype: torch.dtype) -> int:
+    """How many scales the operand of so many rows has, of K in elements, with those beyond its last row or scale."""
+    return math.ceil(rows / ROWS) * blocks_along(k, dtype) * ROWS * WIDE
 
 
 def check_block_scales(op: str, a: Like, named: Iterable[tuple[str, Like | None, int]]) -> None:
@@ -57,9 +63,11 @@ def check_block_scales(op: str, a: Like, named: Iterable[tuple[str, Like | None,
             f"{below + kind.block} would be"
         )
     for name, scale, rows in named:
-        count = math.ceil(rows / ROWS) * blocks_along(k, a.dtype) * ROWS * WIDE
+        count = scales_of(rows, k, a.dtype)
         if scale is None or scale.dtype != kind.scale or scale.device != a.device:
             got = "None" if scale is None else f"{scale.dtype} on {scale.device}"
+            if scale is not None and scale.dtype == torch.uint8:
+                got += f"; {name}.view({kind.scale}) would be"
             raise ValueError(f"{op}: {name} of {a.dtype} in blocks must be {kind.scale} on {a.device}, got {got}")
         if scale.shape.numel() != count:
             raise ValueError(

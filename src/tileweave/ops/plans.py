@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from tileweave.ops.all_gather_matmul import check as gather_check
+from tileweave.ops.block_scales import KINDS, scales_of
 from tileweave.ops.collectives import check as collective_check
 from tileweave.ops.collectives.passes import choose as choose_collective
 from tileweave.ops.collectives.passes import is_two_shot, passes_in
-from tileweave.ops.contract import DTYPES, Like, Site
+from tileweave.ops.contract import DTYPES, FP8, Like, Site
 from tileweave.ops.grouped_matmul import check as grouped_check
 from tileweave.ops.matmul_all_reduce import check as reduce_check
 from tileweave.ops.matmul_reduce_scatter import check as scatter_check
@@ -40,6 +41,7 @@ ATTENTION = {"batch": 1, "heads": 32, "kv_heads": 32, "seq": 32768, "dim": 128, 
 EXPERTS = {"tokens": 32768, "hidden": 7168, "inner": 2048, "experts": 256, "topk": 8}
 LOCAL = ("grouped_matmul",)  # ops in which no other rank takes part
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+FLOAT8 = ("matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "all_gather", "all_to_all")  # take it
 # The sizes of each op's whole problem, with what they are where they are left out.
 SIZES: dict[str, Sizes] = {
     "matmul_reduce_scatter": MATMUL,
@@ -79,12 +81,14 @@ def check_sizes(caller: str, op: Any, shape: Any, ops: Iterable[str]) -> Sizes:
     return sizes | ({"kv_heads": sizes["heads"]} if "heads" in shape and "kv_heads" not in shape else {})
 
 
-def check_dtype(caller: str, dtype: Any) -> None:
-    """TypeError or ValueError unless operands of fused kernels may have it."""
+def check_dtype(caller: str, op: str, dtype: Any, float8: Iterable[str] = ()) -> None:
+    """TypeError or ValueError unless operands of `op` may have it: 16 bits, or float8 of the ops in `float8`."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{caller}: dtype must be a torch.dtype, got {dtype!r}")
-    if dtype not in DTYPES:
-        raise ValueError(f"{caller}: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+    legal = (*DTYPES, FP8) if op in float8 else DTYPES
+    if dtype not in legal:
+        others = f", which {', '.join(float8)} have" if dtype == FP8 and float8 else ""
+        raise ValueError(f"{caller}: dtype must be {' or '.join(map(str, legal))} for {op}, got {dtype}{others}")
 
 
 def check_topk(caller: str, s: Sizes) -> None:
@@ -119,11 +123,11 @@ def _like(site: Site, dtype: torch.dtype, *shape: int) -> Like:
 @dataclass(frozen=True)
 class _Matmul:
     """A matmul fused with a collective: its planner; the problem and the op's route by site, sizes, dtype and profile;
-    the bytes of a rank's shard by sizes and ranks."""
+    the bytes of a rank's shard by sizes, ranks and dtype."""
 
     planner: ModuleType
     ask: Callable[[Site, Sizes, torch.dtype, Hardware], tuple[Any, Route]]
-    shard: Callable[[Sizes, int], float]
+    shard: Callable[[Sizes, int, torch.dtype], float]
 
     def every(self, site: Site, sizes: Sizes, dtype: torch.dtype) -> list[Plan]:
         """What the planner chooses from, the fastest by prediction first."""
@@ -151,13 +155,14 @@ class _Matmul:
 
     def __call__(self, op, site: Site, sizes: Sizes, dtype: torch.dtype, hardware: Hardware) -> Found:
         problem, route = self.ask(site, sizes, dtype, hardware)
-        cost = self.planner.plain(problem, hardware) if site.nccl else None
+        # torch multiplies what has scales in float32, which is not what is predicted of it
+        cost = self.planner.plain(problem, hardware) if site.nccl and dtype in DTYPES else None
         plain = plain_candidate(cost) if cost else None
         if route.verdict not in ("fused", "plain"):
             return Found(route.verdict, route.reason, None, [], plain, 0.0)
 
         def cost_of(plan: Plan) -> Cost:
-            return self.planner.cost_of(problem, plan, tiling_of(plan.tile, plan.stages), hardware)
+            return self.planner.cost_of(problem, plan, tiling_of(plan.tile, plan.stages, dtype.itemsize), hardware)
 
         def best(ways: list[Any], of: Hardware) -> list[Candidate]:
             return best_of_ways(self.planner.candidates(problem, of, ways), cost_of, workspace)
@@ -172,26 +177,35 @@ class _Matmul:
         taken = route.plan or self.planner.plan_for(problem, hardware)
         chosen = Candidate(taken, cost_of(taken), workspace(taken))
         others = [each for way, each in every.items() if way != chosen.way]
-        return Found(route.verdict, route.reason, chosen, others, plain, self.shard(sizes, site.world))
+        return Found(route.verdict, route.reason, chosen, others, plain, self.shard(sizes, site.world, dtype))
+
+
+def _scales(site: Site, dtype: torch.dtype) -> tuple[Like, ...]:
+    """Those of both operands, one each, if they have some."""
+    return (_like(site, torch.float32, 1),) * 2 if dtype == FP8 else ()
 
 
 def _scatter(site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, Route]:
     k = s["k"] // site.world
     a, b = _like(site, dtype, s["m"], k), _like(site, dtype, k, s["n"])
-    call = scatter_check.check(site.world, a, b, "sum", None, False, None, 0)
+    call = scatter_check.check(site.world, a, b, "sum", None, False, None, 0, *_scales(site, dtype))
     return scatter_check.problem_of(site, call), scatter_check.choose(site, call, a.device, None, hardware)
 
 
 def _gather(site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, Route]:
     a, b = _like(site, dtype, s["m"] // site.world, s["k"]), _like(site, dtype, s["k"], s["n"] // site.world)
-    call = gather_check.check(a, [b], [], False, 0)
+    scale_a, *scale_b = _scales(site, dtype) or (None,)
+    call = gather_check.check(a, [b], [], False, 0, scale_a, scale_b)
     return gather_check.problem_of(site, call), gather_check.choose(site, call, a.device, None, hardware)
 
 
 def _reduce(site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardware) -> tuple[Any, Route]:
     k = s["k"] // site.world
     a, b = _like(site, dtype, s["m"], k), _like(site, dtype, k, s["n"])
-    call = reduce_check.check(a, b, None, None, None, reduce_check.Options(False, 0.0, 0))
+    kind, scales = KINDS.get(dtype), []
+    if kind is not None:  # it has no others than of blocks
+        scales = [_like(site, kind.scale, scales_of(rows, k, dtype)) for rows in (s["m"], s["n"])]
+    call = reduce_check.check(a, b, None, None, None, reduce_check.Options(False, 0.0, 0), *scales)
     return reduce_check.problem_of(site, call), reduce_check.choose(site, call, a.device, None, hardware)
 
 
@@ -327,13 +341,13 @@ def _collective(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Har
 
 FIND: dict[str, Callable[..., Found]] = {
     "matmul_reduce_scatter": _Matmul(
-        matmul_reduce_scatter, _scatter, lambda s, world: 2.0 * s["m"] * s["n"] / world
+        matmul_reduce_scatter, _scatter, lambda s, world, dtype: 2.0 * s["m"] * s["n"] / world
     ),
     "all_gather_matmul": _Matmul(
-        all_gather_matmul, _gather, lambda s, world: 2.0 * s["m"] * s["k"] / world
+        all_gather_matmul, _gather, lambda s, world, dtype: dtype.itemsize * s["m"] * s["k"] / world
     ),
     "matmul_all_reduce": _Matmul(
-        matmul_all_reduce, _reduce, lambda s, world: 2.0 * s["m"] * s["n"] / world
+        matmul_all_reduce, _reduce, lambda s, world, dtype: 2.0 * s["m"] * s["n"] / world
     ),
     "ring_attention": _attention,
     "ulysses_attention": _attention,

@@ -49,12 +49,21 @@ class Route:
         """Microseconds by the cost model; None in a fallback, over nodes, or where the plan was made by hand."""
         return self.plan.predicted_us if self.plan else self.plain_us
 
+    @property
+    def error(self) -> float | None:
+        """By how much the prediction is off, as a part of what was measured; above 0: too long. None where nothing was
+        measured."""
+        if self.measured_us is None or self.predicted_us is None:
+            return None
+        return self.predicted_us / self.measured_us - 1
+
     def to_dict(self) -> dict:
         """The route as plain values, for JSON."""
         return {
             "op": self.op, "backend": self.backend, "fused": self.fused, "reason": self.reason,
             "plan": self.plan.to_dict() if self.plan else None, "predicted_us": self.predicted_us,
-            "measured_us": self.measured_us, "inside": self.inside.to_dict() if self.inside else None,
+            "measured_us": self.measured_us, "error": self.error,
+            "inside": self.inside.to_dict() if self.inside else None,
         }  # fmt: skip
 
 

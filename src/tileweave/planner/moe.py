@@ -11,7 +11,7 @@ from tileweave.planner.hardware import H200, Hardware
 from tileweave.planner.plan import Plan
 from tileweave.planner.tiling import Tile, Tiling, part_rows, ring_says, tiling_of, tilings_of
 
-FLAGS = 448  # of a rank
+FLAGS = 448  # of a rank: those of the fabric, which the planner does not import
 MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
 ALIKE = 1.04  # costs that the model cannot tell apart
 UNEVEN = (64, 256, 64)  # the tile for experts whose rows are no whole tiles of 128, as a router's never are

@@ -18,10 +18,9 @@ from tileweave.ops.moe.routing import Experts, Lists
 
 def route_of(world, row_weight) -> TokenRoute:
     """A route of 512 tokens to 1024 rows of 16 experts."""
-    shapes = (16,), (1024,), (1024,), (512, world), (512, 2), (512, 2), (1,)
+    shapes = (16,), (1024,), (1024,), (512, world), (512, 2), (512, 2), (1,), (world, 17)
     words = [meta(*shape, dtype=torch.int32) for shape in shapes]
-    totals = meta(16 * world, dtype=torch.int64)
-    return TokenRoute(*words[:3], row_weight, *words[3:], totals, 512, 1024, None)
+    return TokenRoute(*words[:3], row_weight, *words[3:], 512, 1024, Experts(16 * world, world), None)
 
 
 def dispatch_report(dtype, world, gated, silu, transposed, tiling, core="wgmma") -> dict:

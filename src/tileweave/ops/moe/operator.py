@@ -2,15 +2,16 @@
 
     tileweave::moe_route(Tensor topk_index, Tensor? topk_weight, int experts, int own, int? capacity, int? max_tokens,
                          str group_name) -> Tensor[]
-    tileweave::moe_row_weight(Tensor topk_weight, Tensor row_weight, Tensor at, int most, str group_name) -> Tensor
+    tileweave::moe_row_weight(Tensor topk_weight, Tensor row_weight, Tensor rank, Tensor place, int most,
+                               str group_name) -> Tensor
     tileweave::moe_dispatch_matmul(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot,
                                    Tensor token_slot, Tensor row_first, Tensor sends, Tensor bounds, int experts,
                                    int slots, int most, bool silu, str group_name, str plan) -> Tensor
 
 The first returns what `routing.find_route` does, and nothing in it has a gradient. The second returns row_weight as it
-is, one of the first's, `at` another, and carries its gradient to topk_weight. Of the third, offsets, row_slot,
-token_slot and slots are fields of a `TokenRoute`, row_first to bounds those of its `Lists`, most is that of its Sizes;
-`plan` is a Plan as JSON, or "" for the planner's.
+is, and carries its gradient to topk_weight; rank is one of the first's. Of the third, offsets, row_slot, token_slot and
+slots are fields of a `TokenRoute`, row_first to bounds those of its `Lists`, most is that of its Sizes; `plan` is a
+Plan as JSON, or "" for the planner's.
 Neither rows nor products are kept for the backward pass: x is sent once more, and what a gate or silu was applied to is
 multiplied once more. With X [R, H] the rows, G [R, I] the gradient of a product,
 
@@ -27,7 +28,7 @@ from tileweave.ops.contract import Agreement, Like, Site, asks
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
 from tileweave.ops.moe.check import NAME, check_own, choose, unknown_experts
 from tileweave.ops.moe.launch import fused
-from tileweave.ops.moe.routing import Experts, Lists, find_route, sizes_of
+from tileweave.ops.moe.routing import Experts, Lists, find_route, sizes_of, width_of
 from tileweave.ops.moe.unfused import combine, dispatch
 from tileweave.ops.registration import read_plan
 
@@ -37,7 +38,9 @@ LIBRARY.define(
     tags=TAGS,
 )
 LIBRARY.define(
-    "moe_row_weight(Tensor topk_weight, Tensor row_weight, Tensor at, int most, str group_name) -> Tensor", tags=TAGS
+    "moe_row_weight(Tensor topk_weight, Tensor row_weight, Tensor rank, Tensor place, int most, str group_name) "
+    "-> Tensor",
+    tags=TAGS,
 )
 LIBRARY.define(
     f"{NAME}(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot, Tensor token_slot, "
@@ -77,38 +80,38 @@ def _fake_route(topk_index, topk_weight, experts, own, capacity, max_tokens, gro
     def empty(*shape, dtype=torch.int32):
         return topk_index.new_empty(shape, dtype=dtype)
 
+    words = 3 if topk_weight is None else 4
     return [
-        empty(own), empty(capacity), empty(capacity), empty(tokens, world), empty(tokens, k), empty(tokens, k), empty(),
-        empty(experts, dtype=torch.int64), empty(0 if topk_weight is None else capacity, dtype=torch.float32),
-        empty(tokens * k, dtype=torch.int64), empty(capacity), empty(2, world + 1, tokens), empty(world, most + 1),
+        empty(own), empty(world, tokens).t(), empty(), empty(tokens, k, dtype=torch.int64), empty(3, 2, tokens, k),
+        empty(words, width_of(capacity)), empty(2, world + 1, tokens), empty(world, most + 1),
         torch.empty(4, dtype=torch.int64, device="cpu"),
     ]  # fmt: skip
 
 
 @torch.library.impl(LIBRARY, "moe_row_weight", "CompositeExplicitAutograd")
-def _run_row_weight(topk_weight, row_weight, at, most, group_name):
+def _run_row_weight(topk_weight, row_weight, rank, place, most, group_name):
     """The operator's implementation."""
     return row_weight.clone()
 
 
 @torch.library.register_fake("tileweave::moe_row_weight", lib=LIBRARY)
-def _fake_row_weight(topk_weight, row_weight, at, most, group_name):
+def _fake_row_weight(topk_weight, row_weight, rank, place, most, group_name):
     """The result's shape."""
     return torch.empty_like(row_weight)
 
 
 def _remember_weight(ctx, inputs, output) -> None:
-    weight, _, at, ctx.most, ctx.group_name = inputs
-    ctx.save_for_backward(at)
-    ctx.shape, ctx.dtype = weight.shape, weight.dtype
+    weight, _, rank, place, ctx.most, ctx.group_name = inputs
+    ctx.save_for_backward(rank, place)
+    ctx.dtype = weight.dtype
 
 
 def _weight_backward(ctx, grad):
     """Each rank sends the gradients of its rows to all ranks, which take those of their choices."""
-    (at,) = ctx.saved_tensors
-    rows = pad(grad, (0, ctx.most - grad.shape[0])).repeat(group_size(ctx.group_name))
+    rank, place = ctx.saved_tensors
+    rows = pad(grad, (0, ctx.most - grad.shape[0])).repeat(group_size(ctx.group_name), 1)
     got = torch.ops.tileweave.all_to_all.default(rows, ctx.group_name, 0, 0)
-    return pad(got, (0, 1))[at].view(ctx.shape).to(ctx.dtype), None, None, None, None
+    return pad(got, (0, 1, 0, 1))[rank, place].to(ctx.dtype), None, None, None, None, None
 
 
 torch.library.register_autograd(

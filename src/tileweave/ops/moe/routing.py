@@ -28,13 +28,14 @@ class TokenRoute:
     row_slot    int32 [R]: what a row of y is made of, source * slots + slot; -1 behind the last row
     row_home    int32 [R]: the home of a row of y at its source; 0 behind the last row
     row_weight  float32 [R] or None: what a row is multiplied with on the way back; carries topk_weight's gradient
-    token_slot  int32 [T, world]: the slot that an own token was sent to at each rank; -1: not sent there
+    token_slot  int32 [T, world], by columns: the slot that an own token was sent to at each rank; -1: not sent there
     place       int32 [T, k]: the row of each own choice at its expert's rank; -1: dropped
     home        int32 [T, k]: the home of each own choice's row; -1: dropped
     dropped     int32 []: how many own choices of an expert were dropped because their row was beyond `capacity`
-    totals      int64 [E]: how many rows each expert of the group would have without a capacity
+    bounds      int32 [world, Experts.most + 1]: the first row of each of a rank's experts, and the row behind the last
+                one's, if there were no capacity, counted from the rank's first
     slots, homes: how many slots each source has at each rank, and how many homes a rank has
-    group: that of the dispatch
+    experts, group: those of the dispatch
     """
 
     offsets: torch.Tensor
@@ -45,15 +46,21 @@ class TokenRoute:
     place: torch.Tensor
     home: torch.Tensor
     dropped: torch.Tensor
-    totals: torch.Tensor
+    bounds: torch.Tensor
     slots: int
     homes: int
+    experts: "Experts"
     group: object
 
     @property
     def tokens(self) -> int:
         """T, this rank's tokens."""
         return self.token_slot.shape[0]
+
+    @property
+    def totals(self) -> torch.Tensor:
+        """int64 [E]: how many rows each expert of the group would have without a capacity."""
+        return self.experts.of_all(self.bounds.diff().view(-1)).long()
 
 
 class Sizes(NamedTuple):
@@ -68,9 +75,10 @@ class Sizes(NamedTuple):
 class Lists(NamedTuple):
     """What the kernel of a dispatch needs beside a route, int32; rows are counted from the first of their rank.
 
-    row_first   [R]: the first row of the same token; -1 behind the last row
-    sends       [2, world + 1, T]: by rank and slot the token that is sent, its first row there; rank `world` is none
-    bounds      [world, Experts.most + 1]: the first row of each of a rank's experts, and the row behind the last one's
+    row_first   [R]: the first row of the same token; 0 behind the last row
+    sends       [2, world + 1, T]: by rank and slot the token that is sent, its first row there; what is behind the last
+                slot that is sent, and of rank `world`, may be anything
+    bounds      [world, Experts.most + 1]: as that of the route
     """
 
     row_first: torch.Tensor
@@ -103,7 +111,11 @@ class Experts(NamedTuple):
         world * most for what is no expert."""
         known = expert.long().clamp(-1, self.total).remainder(self.total + 1)
         each, more = divmod(self.total, self.world)
-        return known + ((known - more * self.most) // each).clamp(min=0) if more else known
+        if more == 0:
+            return known
+        # of ranks with one less the experts behind their last: so many numbers are nobody's
+        behind = torch.arange(more * self.most + each, self.total + 1, each, device=known.device)
+        return known + torch.bucketize(known, behind, right=True)
 
     def of_all(self, numbered: torch.Tensor) -> torch.Tensor:
         """Of values in the order of `numbered` those of experts that there are."""
@@ -131,17 +143,18 @@ def make_route(
     *found, sizes = torch.ops.tileweave.moe_route.default(
         topk_index, weight, experts.total, own, capacity, max_tokens, name
     )
-    offsets, row_slot, row_home, token_slot, place, home, dropped, totals, row_weight, at = found[:10]
-    lists = Lists(*found[10:])
+    offsets, token_slot, dropped, rank, choices, rows, sends, bounds = found
     size = Sizes(*sizes.tolist()) if capacity is None else sizes_of(world, k, capacity, max_tokens)
-    if topk_weight is None:
-        row_weight = None
-    elif topk_weight.requires_grad:
-        row_weight = torch.ops.tileweave.moe_row_weight.default(topk_weight, row_weight, at, size.most, name)
+    (home, _), (place, _), _ = choices
+    row_first, row_slot, row_home, *row_weights = rows[:, : size.rows]
+    row_weight = row_weights[0].view(torch.float32) if row_weights else None
+    if topk_weight is not None and topk_weight.requires_grad:
+        row_weight = torch.ops.tileweave.moe_row_weight.default(topk_weight, row_weight, rank, place, size.most, name)
     route = TokenRoute(
-        offsets, row_slot, row_home, row_weight, token_slot, place, home, dropped, totals, size.slots, size.homes, group
-    )
-    return route, lists, size.most
+        offsets, row_slot - 1, row_home, row_weight, token_slot, place, home, dropped, bounds, size.slots, size.homes,
+        experts, group,
+    )  # fmt: skip
+    return route, Lists(row_first, sends, bounds), size.most
 
 
 def sizes_of(world: int, k: int, capacity: int, max_tokens: int | None) -> Sizes:
@@ -158,44 +171,40 @@ def sizes_of(world: int, k: int, capacity: int, max_tokens: int | None) -> Sizes
 
 
 class Choices(NamedTuple):
-    """This rank's choices, T * k of them, in the order of experts, then of tokens and choices: that of their rows at
-    the experts' ranks. Experts are `Experts.numbered`, N of them in all.
+    """This rank's choices, T * k of them, and their order: of experts, then of tokens and choices, which is that of
+    their rows at the experts' ranks. Experts are `Experts.numbered`, N of them in all.
 
-    order   int64 [T * k]: which choice each is
-    expert  int64 [T * k]: N where there is none
-    rank    int64 [T * k]: that of the expert; `world` where there is none
-    token   int32 [T * k]
-    cell    int64 [T * k]: the place of (token, rank) in a matrix [T, world + 1]
-    number  int32 [T * k]: from 0
-    first   int32 [T * k]: the number of the first choice of the same token and rank
-    firsts  int32 [1 + T * k]: how many of those ahead are such first ones
-    starts  int32 [2, N + 1]: how many choices, and how many first ones, are ahead of each expert's, and of nobody's
+    rank    int64 [T, k]: that of the expert; `world` where there is none
+    number  int64 [2, T, k]: which one in order it is, from 0, and which one is the first of the same token and rank
+    expert  int64 [T * k], in order: N where there is none
+    firsts  int32 [T * k + 1], in order: how many of those ahead are such first ones
+    starts  int32 [N + 1]: how many are ahead of each expert's, and of nobody's
+    numbers int64 [T * k + 1 at least]: from 0
     """
 
-    order: torch.Tensor
-    expert: torch.Tensor
     rank: torch.Tensor
-    token: torch.Tensor
-    cell: torch.Tensor
     number: torch.Tensor
-    first: torch.Tensor
+    expert: torch.Tensor
     firsts: torch.Tensor
     starts: torch.Tensor
+    numbers: torch.Tensor
 
 
 def choices_of(topk_index: torch.Tensor, experts: Experts) -> Choices:
     """All of them, by one sort. A token's slot at a rank is how many first ones of this rank are ahead of its own."""
-    (tokens, k), device = topk_index.shape, topk_index.device
-    expert, order = experts.numbered(topk_index.reshape(-1)).sort(stable=True)
-    rank, token = expert // experts.most, (order // k).int()
-    cell = torch.add(rank, token, alpha=experts.world + 1)
-    number = torch.arange(tokens * k, dtype=torch.int32, device=device)
-    first = number.new_full((tokens * (experts.world + 1),), FAR).scatter_reduce_(0, cell, number, "amin")[cell]
-    firsts = pad((first == number).cumsum(0, dtype=torch.int32), (1, 0))
-    bounds = torch.arange(experts.world * experts.most + 1, device=device)
-    starts = torch.searchsorted(expert, bounds, out_int32=True)
-    starts = torch.stack([starts, firsts[starts]])
-    return Choices(order, expert, rank, token, cell, number, first, firsts, starts)
+    (tokens, k), known = topk_index.shape, experts.numbered(topk_index.reshape(-1))
+    count, bounds = tokens * k, experts.world * experts.most + 1
+    expert, order = known.sort(stable=True)
+    numbers = torch.arange(max(count + 1, bounds), device=topk_index.device)
+    rank = (known // experts.most).view(tokens, k)
+    number = order.new_empty(2, tokens, k)
+    number[0].view(-1).scatter_(0, order, numbers[:count])
+    by_rank = numbers[count].expand(tokens, experts.world + 1).scatter_reduce(1, rank, number[0], "amin")
+    torch.gather(by_rank, 1, rank, out=number[1])
+    firsts = numbers.new_zeros(count + 1, dtype=torch.int32)
+    firsts[1:].scatter_(0, number[1].view(-1), 1)
+    starts = torch.searchsorted(expert, numbers[:bounds], out_int32=True)
+    return Choices(rank, number, expert, firsts.cumsum(0, dtype=torch.int32), starts, numbers)
 
 
 def find_route(
@@ -207,75 +216,67 @@ def find_route(
     capacity: int | None,
     max_tokens: int | None,
 ) -> list[torch.Tensor]:
-    """Fields of a route, from `offsets` to `totals` but for `row_weight`, which comes next, without rows if there is no
-    topk_weight; int64 [T * k], the row of each own choice among those of all ranks, `Sizes.most` each, or the one
-    behind them if it is dropped; its Lists; its Sizes as int64 [4] of the host."""
+    """offsets, token_slot and dropped of a route; `Choices.rank`; of the choices, int32 [3, 2, T, k], homes, places and
+    how many first ones are ahead, of each and of the first one of the same token and rank, -1 where that is dropped; of
+    this rank's rows, int32 [3 or 4, `width_of`], row_first, row_slot + 1, row_home, and the bits of row_weight if there
+    is one; sends and bounds of its Lists; its Sizes as int64 [4] of the host.
+
+    By few operators: the host's time for them is most of what a dispatch of few tokens takes."""
     world, own, (tokens, k) = experts.world, choices_of(topk_index, experts), topk_index.shape
-    every = torch.ops.tileweave.all_gather.default(own.starts.view(1, -1), name, 0).view(world, 2, -1)
-    ahead = every[:, 0].sum(0)
-    by_rank = ahead.unfold(0, experts.most + 1, experts.most)
-    bounds = (by_rank - by_rank[:, :1]).int()
+    ahead = own.firsts[own.starts[:: experts.most]]  # first ones ahead of each rank's
+    told = own.starts if capacity is not None else torch.cat([own.starts, ahead])
+    every = torch.ops.tileweave.all_gather.default(told.view(1, -1), name, 0)
+    sums = every[:, : own.starts.shape[0]].cumsum(0, dtype=torch.int32)
+    by_rank = sums[-1].unfold(0, experts.most + 1, experts.most)
+    bounds = by_rank - by_rank[:, :1]
     if capacity is None:
         size = _exact_sizes(fabric.rank, every, bounds)
     else:
         size = sizes_of(world, k, capacity, max_tokens)
-    sources = every[: fabric.rank, 0].diff().sum(0, dtype=torch.int32)  # how many rows those ahead have of each expert
-    run = bounds[:, :-1].reshape(-1) + sources - own.starts[0, :-1]
-    place = pad(run, (0, 1), value=FAR)[own.expert] + own.number
-    kept = place < size.most
-    lost, behind = ~kept, kept.cumsum(0, dtype=torch.int32)  # the home behind each choice's own
-    slot = own.firsts[own.first] - own.starts[1, :: experts.most][own.rank]
-    leading = place[own.first]
-    at = torch.add(place, own.rank, alpha=size.most).masked_fill_(lost, world * size.most)
-    words = [slot + (fabric.rank * size.slots + 1), leading + 1, behind]
+    run = bounds[:, :-1] - sums[fabric.rank, :-1].view(world, -1)  # an expert's first row of this rank, less its number
+    if fabric.rank:
+        run += sums[fabric.rank - 1, 1:].view(world, -1)
+    place = pad(run.view(-1), (0, 1), value=FAR)[own.expert].add_(own.numbers[1 : tokens * k + 1])  # from 1
+    kept = place <= size.most
+    home = kept.cumsum(0, dtype=torch.int32)  # from 1
+    ordered = torch.stack([home, place, own.firsts[1:]]).mul_(kept).sub_(1)  # from 0, -1 where dropped
+    dropped = own.starts[-1] - (home[-1] if tokens * k else 0)
+    found = ordered[:, own.number]
+    (home, _), (place, leading), (_, slot) = found
+    slot = (slot - ahead[own.rank]).clamp_(min=-1)
+    token = torch.arange(tokens, dtype=torch.int32, device=slot.device)[:, None].expand(tokens, k)
+    columns = [token, leading, slot + (fabric.rank * size.slots + 1), home]
     if topk_weight is not None:
-        words.append(topk_weight.reshape(-1).float()[own.order].view(torch.int32))
-    row_slot, row_first, row_home, *row_weight = _rows(name, world, at, torch.stack(words, 1), size)
-    token_slot = slot.new_full((tokens, world + 1), -1)
-    token_slot.view(-1).scatter_(0, own.cell.masked_fill(lost, world), slot)
+        columns.append(topk_weight.float().view(torch.int32))
+    words = torch.stack(columns)
+    slots = slot.new_full((world + 1, tokens), -1).scatter_(0, own.rank.t(), slot.t())
+    sends = slot.new_zeros(2, world + 1, tokens)
+    sends[:, own.rank, slot] = words[:2]  # where some token has no slot the last one is nobody's
+    sent = words.new_zeros(world + 1, words.shape[0] - 1, width_of(size.most))
+    sent[own.rank, :, place] = words[1:].permute(1, 2, 0)
+    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0)
     first, end = experts.of(fabric.rank)
     return [
         bounds[fabric.rank, 1 : end - first + 1].clamp(max=size.rows),
-        row_slot - 1,
-        (row_home - 1).clamp_(min=0),
-        token_slot[:, :world].contiguous(),
-        _of_choices(place.masked_fill(lost, -1), own).view(tokens, k),
-        _of_choices((behind - 1).masked_fill_(lost, -1), own).view(tokens, k),
-        own.starts[0, -1] - kept.sum(dtype=torch.int32),
-        experts.of_all(ahead.diff()),
-        row_weight[0].contiguous().view(torch.float32) if row_weight else place.new_empty(0, dtype=torch.float32),
-        _of_choices(at, own),
-        row_first - 1,
-        _sends(own, slot, leading, lost, world, tokens),
+        slots[:world].t(),
+        dropped,
+        own.rank,
+        found,
+        got.sum(0, dtype=torch.int32),  # a row is of one rank
+        sends,
         bounds,
         torch.tensor(size),
     ]
 
 
+def width_of(most: int) -> int:
+    """Places for so many rows, and one for rows that are dropped, at -1: a multiple of 16 bytes."""
+    return most // 4 * 4 + 4
+
+
 def _exact_sizes(rank: int, every: torch.Tensor, bounds: torch.Tensor) -> Sizes:
-    """Sizes by all ranks' `Choices.starts`. The host waits."""
-    most = bounds.shape[1] - 1
-    sent = every[:, 1, most::most] - every[:, 1, :-1:most]
-    *rows, slots, homes = torch.cat([bounds[:, -1], torch.stack([sent.amax(), every[:, 0, -1].amax()])]).tolist()
+    """Sizes by what all ranks tell. The host waits."""
+    world = bounds.shape[0]
+    choices, sent = every[:, -world - 2].amax(), every[:, -world - 1 :].diff().amax()
+    *rows, slots, homes = torch.cat([bounds[:, -1], torch.stack([sent, choices])]).tolist()
     return Sizes(rows[rank], max(*rows, 1), max(slots, 1), max(homes, 1))
-
-
-def _of_choices(values: torch.Tensor, own: Choices) -> torch.Tensor:
-    """Values of `Choices` in the order of tokens and choices."""
-    return torch.empty_like(values).scatter_(0, own.order, values)
-
-
-def _rows(name: str, world: int, at: torch.Tensor, words: torch.Tensor, size: Sizes) -> tuple[torch.Tensor, ...]:
-    """`words` [T * k, .] of the choices that this rank's rows are made of, a column each; 0 where there is none."""
-    sent = words.new_zeros(world * size.most + 1, words.shape[1]).index_copy_(0, at, words)
-    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0).view(world, size.most, -1)
-    return got.sum(0, dtype=torch.int32)[: size.rows].unbind(1)  # a row is of one rank
-
-
-def _sends(
-    own: Choices, slot: torch.Tensor, leading: torch.Tensor, lost: torch.Tensor, world: int, tokens: int
-) -> torch.Tensor:
-    """`Lists.sends`, of each choice's slot and its token's first row, which all choices of a token at a rank share."""
-    at = torch.add(slot, own.rank, alpha=tokens).masked_fill_(lost, world * tokens)
-    lists = slot.new_zeros(2, (world + 1) * tokens)
-    return lists.index_copy_(1, at, torch.stack([own.token, leading])).view(2, world + 1, tokens)
