@@ -16,7 +16,7 @@ MOST_RANKS, MOST_EXPERTS = 64, 1024  # of a dispatch
 ALIKE = 1.04  # costs that the model cannot tell apart
 UNEVEN = (64, 256, 64)  # the tile for experts whose rows are no whole tiles of 128, as a router's never are
 MANY_EXPERTS, FEW_ROWS, MANY_ROWS, SHARED_BY = 64, 256, 1024, 3  # where it is taken: see plan_for
-PLACE_GBS = 20.0  # rows that a communicator of a dispatch writes (docs/figures/dispatch_before_1xH200.json)
+PLACE_GBS = 30.0  # rows that a communicator of a dispatch writes (docs/figures/dispatch_tma_2xH200.json)
 USUAL_ROWS = 1024  # of each expert, for which a dispatch is planned
 MOST_COMM = 3  # at most one SM of so many communicates
 

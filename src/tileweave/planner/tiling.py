@@ -32,9 +32,9 @@ BURST, BURST_US = 0.137, 1310.0
 # From the request of a K step's operands until they are there, at least: an H200 that is idle but for it takes as long
 # to load a tile of 16 KB and store it to a peer (docs/figures/probe_2xH200.json, 32 KB put by TMA, two SMs at once).
 LOAD_US = 0.73
-# What an SM gets of operands from L2 where virtual ranks share the GPU: requests of CTAs for the same lines go together,
-# and those of a rank are fewer then. A rank that has all SMs of its own got 115 (docs/figures/sweep_virtual_1xH200.json,
-# matmul_sweep_1xH200.json, tiles of 64 x 128).
+# What an SM gets of operands from L2 where virtual ranks share the GPU: CTAs ask for the same lines together, and those
+# of a rank are fewer then. A rank that has all SMs of its own got 115 (docs/figures/sweep_virtual_1xH200.json,
+# matmul_sweep_1xH200.json: tiles of 64 x 128).
 SHARED_L2_GBS = 79.0
 Tile = tuple[int, int, int]
 

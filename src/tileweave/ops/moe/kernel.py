@@ -48,7 +48,7 @@ MOST_RANKS = gl.constexpr(64)  # a power of two
 NO_TILE = gl.constexpr((1 << 31) - 1)
 EXPERTS = gl.constexpr(1024)  # of a rank, at most: what the template gets as an owner is row tile * EXPERTS + expert
 BLOCK_ROWS = gl.constexpr(32)  # a block of tokens has whole ones of these
-LOOK = gl.constexpr(64)  # row tiles that a communicator sends ahead, at most
+LOOK = gl.constexpr(12)  # row tiles that a communicator sends further ahead, at most
 
 
 @gl.aggregate
