@@ -208,6 +208,7 @@ def measure(op: str, tokens: int, skewed: bool, rounds: int) -> Row:
     flop = work(op, dict(tokens=tokens), world).flop
     return {
         "op": op, "world": world, "tokens": tokens, "routing": "skewed" if skewed else "even",
+        "shape": label(dict(tokens=tokens, skewed=skewed)),
         "rows": part.order.shape[0], "capacity": part.capacity, "rel_error": errors, **found,
         "tflops_per_gpu": {name: flop / us[0] / 1e6 for name, us in found["us"].items()}, "route": route.to_dict(),
     }  # fmt: skip

@@ -2,7 +2,6 @@
 timestamps in the kernels."""
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from tileweave.cli.check import case_of
 from tileweave.cli.environment import launched_by_torchrun
 from tileweave.cli.problem import BadUsage
 from tileweave.emulator.search import Choice, choosing
-from tileweave.emulator.timeline import FLAG, REGISTERS, Flow, Rates, Span, TimeOrder, chrome_trace
+from tileweave.emulator.timeline import FLAG, REGISTERS, Flow, Rates, Span, TimeOrder, chrome_trace, roles_of
 from tileweave.fabric.stamping import BETWEEN, stamping
 from tileweave.lang.stamps import WGMMA
 from tileweave.planner.hardware import Hardware, profile
@@ -152,36 +151,6 @@ def rates_of(hardware: Hardware, sms: int) -> Rates:
         gpu_us=hardware.flag_gpu_us,
         cta_us=hardware.flag_cta_us,
     )
-
-
-def roles_of(spans: Sequence[Span], now: float) -> list[dict[str, Any]]:
-    """For each role or kind of operation, on how many CTAs it is, and the mean shares of the whole time `now` in which
-    it is busy, waits for flags, and waits for something else."""
-    agents: dict[str, dict[tuple, list[Span]]] = defaultdict(lambda: defaultdict(list))
-    for span in spans:
-        if span.role != "host":
-            agents[span.role][span.rank, span.cta].append(span)
-    return [
-        {
-            "role": role,
-            "ctas": len(ctas),
-            "busy": _share(now, ctas, lambda kind: not kind.startswith("wait")),
-            "waits_for_flags": _share(now, ctas, lambda kind: kind == FLAG),
-            "other_waits": _share(now, ctas, lambda kind: kind.startswith("wait") and kind != FLAG),
-        }
-        for role, ctas in sorted(agents.items())
-    ]
-
-
-def _share(now: float, ctas: dict[tuple, list[Span]], counts: Any) -> float:
-    """The mean share of the whole time that the spans of the kinds which count cover; what overlaps counts once."""
-    total = 0.0
-    for spans in ctas.values():
-        until = 0.0
-        for start, end in sorted((span.start, span.end) for span in spans if counts(span.kind)):
-            total += max(end - max(start, until), 0.0)
-            until = max(until, end)
-    return total / len(ctas) / now
 
 
 def show(console: Console, traced: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -335,3 +336,33 @@ def chrome_trace(spans: Sequence[Span], flows: Sequence[Flow], title: str, times
     for rank in {key[0] for key in threads}:
         events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
     return {"traceEvents": events, "otherData": {"title": title, "times": times}}
+
+
+def roles_of(spans: Sequence[Span], now: float) -> list[dict[str, Any]]:
+    """For each role or kind of operation, on how many CTAs it is, and the mean shares of the whole time `now` in which
+    it is busy, waits for flags, and waits for something else."""
+    agents: dict[str, dict[tuple, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in spans:
+        if span.role != "host":
+            agents[span.role][span.rank, span.cta].append(span)
+    return [
+        {
+            "role": role,
+            "ctas": len(ctas),
+            "busy": _share(now, ctas, lambda kind: not kind.startswith("wait")),
+            "waits_for_flags": _share(now, ctas, lambda kind: kind == FLAG),
+            "other_waits": _share(now, ctas, lambda kind: kind.startswith("wait") and kind != FLAG),
+        }
+        for role, ctas in sorted(agents.items())
+    ]
+
+
+def _share(now: float, ctas: dict[tuple, list[Span]], counts: Any) -> float:
+    """The mean share of the whole time that the spans of the kinds which count cover; what overlaps counts once."""
+    total = 0.0
+    for spans in ctas.values():
+        until = 0.0
+        for start, end in sorted((span.start, span.end) for span in spans if counts(span.kind)):
+            total += max(end - max(start, until), 0.0)
+            until = max(until, end)
+    return total / len(ctas) / now

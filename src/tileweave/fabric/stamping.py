@@ -40,11 +40,12 @@ class Launch:
 @dataclass(frozen=True)
 class Timeline:
     """spans, in microseconds from the first stamp, and when the last one was; lost: how many CTAs had more stamps than
-    there was room for, of which the first ones are there."""
+    there was room for, of which the first ones are there; kernels: of launches, by rank and number."""
 
     spans: list[Span]
     now: float
     lost: int
+    kernels: dict[tuple[int, int], str]
 
 
 class Stamping:
@@ -114,7 +115,8 @@ def timeline_of(stored: list[tuple[Launch, torch.Tensor]]) -> Timeline:
     for span in spans:
         span.start, span.end = span.start - first, span.end - first
     lost = sum(int((words[:, :, -1] != 0).any(1).sum()) for _, words in stored)
-    return Timeline(spans, max((span.end for span in spans), default=0.0), lost)
+    kernels = {(launch.rank, launch.number): launch.source.name for launch, _ in stored}
+    return Timeline(spans, max((span.end for span in spans), default=0.0), lost, kernels)
 
 
 class _Stamps:
