@@ -65,11 +65,12 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
 
     Collective: all ranks of the group make the same calls, where they make those of `op`. The few plans that the cost
     model puts first are tried on random data, and the plain way where NCCL joins GPUs, by replays of CUDA graphs, in
-    which the host has no part. The microseconds are kept in a file of the folder that the environment variable TILEWEAVE_CACHE names (`~/.cache/tileweave` if it does not), by op,
-    shape, hardware, versions and the library's code; where rank 0 finds them there nothing is measured. The group uses
-    the result as long as it lives, for calls of this shape with the options' defaults, but a causal ring with its
-    pieces in zigzag (a bias or another dtype of 16 bits makes no difference), unless they have a `plan`. `explain` then
-    shows `predicted_us`, `measured_us` and the `error` of the first.
+    which the host has no part. The microseconds are kept in a file of the folder that the environment variable
+    TILEWEAVE_CACHE names (`~/.cache/tileweave` if it does not), by op, shape, hardware, versions and the library's
+    code; where rank 0 finds them there nothing is measured. The group uses the result as long as it lives, for calls of
+    this shape with the options' defaults, but a causal ring with its pieces in zigzag (a bias or another dtype of 16
+    bits makes no difference), unless they have a `plan`. `explain` then shows `predicted_us`, `measured_us` and the
+    `error` of the first.
 
     Args:
         op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention", "ulysses_attention",
