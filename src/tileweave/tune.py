@@ -1,8 +1,8 @@
 """`tune`: the plan that is the fastest on this machine, measured once and kept."""
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tileweave.clock import Clock, gpu_clock
 from tileweave.fabric import Fabric, fabric_of, local_fabric
 from tileweave.ops.all_gather_matmul import all_gather_matmul, places
 from tileweave.ops.contract import Site
@@ -35,8 +36,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "grouped_matmul": grouped_matmul,
 }
 CHANNELS = {"all_gather_matmul": places.CHANNELS, "ring_attention": ring.CHANNELS}  # of plans that have their own
-CALLS, ROUNDS = 5, 3  # calls that are timed together, and how often each plan has its turn
-CYCLES = 2000  # of a GPU in a microsecond, at the most: where its clock is slower it sleeps longer
+CLOCKS: dict[str, Callable[[Fabric], AbstractContextManager[Clock]]] = {"cuda": gpu_clock}  # the emulator has no time
+ROUNDS = 3  # how often each plan has its turn
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,13 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     """Measure which plan is the fastest for a shape on this machine; calls of `op` in this group then use it.
 
     Collective: all ranks of the group make the same calls, where they make those of `op`. The few plans that the cost
-    model puts first are tried on random data, and the plain way where NCCL joins GPUs. The microseconds are kept in a
-    file of the folder that the environment variable TILEWEAVE_CACHE names (`~/.cache/tileweave` if it does not), by op,
-    shape, hardware, versions and the library's code; where rank 0 finds them there nothing is measured. The group uses
-    the result as long as it lives, for calls of this shape with the options' defaults, but a causal ring with its
-    pieces in zigzag (a bias or another dtype of 16 bits makes no difference), unless they have a `plan`. `explain` then
-    shows `predicted_us`, `measured_us` and the `error` of the first.
+    model puts first are tried on random data, and the plain way where NCCL joins GPUs, by replays of CUDA graphs, in
+    which the host has no part. The microseconds are kept in a file of the folder that the environment variable
+    TILEWEAVE_CACHE names (`~/.cache/tileweave` if it does not), by op, shape, hardware, versions and the library's
+    code; where rank 0 finds them there nothing is measured. The group uses the result as long as it lives, for calls of
+    this shape with the options' defaults, but a causal ring with its pieces in zigzag (a bias or another dtype of 16
+    bits makes no difference), unless they have a `plan`. `explain` then shows `predicted_us`, `measured_us` and the
+    `error` of the first.
 
     Args:
         op: "matmul_reduce_scatter", "all_gather_matmul", "matmul_all_reduce", "ring_attention", "ulysses_attention",
@@ -117,35 +119,14 @@ def tune(op: str, shape: Mapping[str, int], dtype: torch.dtype = torch.bfloat16,
     if told:
         times = [(plans[i], us) for i, us in told]
     else:
-        times = measured(fabric, op, problem, plans, call_of(op, sizes, dtype, fabric, group), clock)
+        with clock(fabric) as timer:
+            times = measured(fabric, op, problem, plans, call_of(op, sizes, dtype, fabric, group), timer)
         if fabric.rank == 0:
             write(key, times)
     plan, us = times[0]
     reason = f"measured: {us:.1f} us, the fastest of {len(times)} plans here; predicted: {plan.predicted_us} us"
     _use(fabric, Tuned(op, problem, replace(plan, reason=reason), us))
     return Tuning(op, tuple(times), bool(told))
-
-
-def _gpu_us(call: Callable[[], Any]) -> float:
-    """Microseconds of one of CALLS calls in a row on the current stream, behind one that is not counted. Before them
-    the GPU sleeps twice as long as the host takes for as many, so that it finds all of them enqueued."""
-    call()  # what is prepared once, as a kernel is compiled, has no part in what the host takes
-    began = time.perf_counter()
-    for _ in range(1 + CALLS):
-        call()
-    host_us = (time.perf_counter() - began) * 1e6
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(round(2 * host_us * CYCLES))
-    call()
-    start.record()
-    for _ in range(CALLS):
-        call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) * 1e3 / CALLS
-
-
-CLOCKS: dict[str, Callable[[Callable[[], Any]], float]] = {"cuda": _gpu_us}  # by device; the emulator has no time
 
 
 def _key(op: str, problem: Any, sizes: dict[str, int], fabric: Fabric) -> dict[str, Any]:
@@ -172,26 +153,31 @@ def _key(op: str, problem: Any, sizes: dict[str, int], fabric: Fabric) -> dict[s
     }
 
 
-def measured(
-    fabric: Fabric, op: str, problem: Any, plans: list[Plan], call: Callable[[], Any],
-    clock: Callable[[Callable[[], Any]], float],
-) -> Times:  # fmt: skip
+def measured(fabric: Fabric, op: str, problem: Any, plans: list[Plan], call: Callable[[], Any], timer: Clock) -> Times:
     """Microseconds of each plan on the slowest rank, the fastest first: medians of ROUNDS rounds of all plans."""
-    before, rounds = fabric.tuned, []
+    before = fabric.tuned
+
+    def each(act: Callable[[], Any]) -> list[Any]:
+        found = []
+        for plan in plans:
+            _use(fabric, Tuned(op, problem, plan, 0.0))
+            found.append(act())
+        return found
+
     try:
         with torch.no_grad():
-            for _ in range(ROUNDS):
-                of_a_round = []
-                for plan in plans:
-                    _use(fabric, Tuned(op, problem, plan, 0.0))
-                    of_a_round.append(clock(call))
-                rounds.append(of_a_round)
+            each(call)  # kernels are compiled, and the workspace has grown, before a graph holds any of it
+            fabric.rendezvous()
+            timers = each(lambda: timer(call))
+            fabric.rendezvous()
+            rounds = [[us() for us in timers] for _ in range(ROUNDS)]
+            fabric.check()  # a replay does not tell that it has waited in vain
     finally:
         fabric.tuned = before
         _forget(fabric, op)
-    every = fabric.gather_values([statistics.median(each) for each in zip(*rounds, strict=True)])
-    slowest = [max(each) for each in zip(*every, strict=True)]
-    return sorted(zip(plans, slowest, strict=True), key=lambda each: each[1])
+    every = fabric.gather_values([statistics.median(of_a_plan) for of_a_plan in zip(*rounds, strict=True)])
+    slowest = [max(of_a_plan) for of_a_plan in zip(*every, strict=True)]
+    return sorted(zip(plans, slowest, strict=True), key=lambda found: found[1])
 
 
 def _use(fabric: Fabric, found: Tuned) -> None:

@@ -1,13 +1,13 @@
 """The sweep of all plans, with emulated ranks and a clock that is told what to say."""
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from tileweave import virtual_world
 from tileweave.bench import sweep
-from tileweave.fabric.world import current_group
 from tileweave.ops.contract import Site
 from tileweave.planner import plan_for
 from tileweave.planner.plan import Problem
@@ -19,7 +19,12 @@ def test_the_choice_is_told_beside_the_best(monkeypatch):
     """The clock counts: the later a plan had its turn, the faster it seems."""
     turns = {0: iter(range(10000, 0, -1)), 1: iter(range(10000, 0, -1))}
     monkeypatch.setattr(sweep, "virtual_world", lambda ranks, device: virtual_world(ranks, device="cpu"))
-    monkeypatch.setitem(sweep.CLOCKS, "cuda", lambda call: float(next(turns[current_group().rank])))
+
+    @contextmanager
+    def clock(fabric):
+        yield lambda call: lambda: float(next(turns[fabric.rank]))
+
+    monkeypatch.setitem(sweep.CLOCKS, "cuda", clock)
     found = sweep.row(("matmul_all_reduce", {"m": 256, "n": 256, "k": 128}), math.inf)
     last = found["plans"][: sweep.FINALISTS]
     assert found["best"] in [{name: each[name] for name in found["best"]} for each in last]

@@ -400,6 +400,24 @@ def graphs(rank, world):
     tw.check()
 
 
+def tuned(rank, world, group=None):
+    """All plans in graphs; the ranks agree, no graph holds memory any more, and a call goes the fastest way."""
+    found = tw.tune(OP, {"m": world * 512, "n": 1024, "k": world * 256}, group=group)
+    fabric = fabric_of(group, "cuda")
+    assert not found.cached and len(found.times) > 2 and all(0 < us < 1e5 for _, us in found.times), found
+    assert fabric.gather_values(found.measured_us) == [found.measured_us] * world
+    assert fabric.channels() and not any(channel.captured for channel in fabric.channels())
+    one_call(group, list(range(world)), world * 512, 1024, 256, seed=0)
+    tw.check(group)
+    return found
+
+
+def tuned_with_nccl(rank, world):
+    """The plain way too, whose collective a graph holds."""
+    found = tuned(rank, world, dist.new_group(backend="nccl"))
+    assert "nccl" in {plan.mechanism for plan, _ in found.times}, found
+
+
 def wrapping(rank, world):
     """Epochs and flags that pass 2^31 and 2^32."""
     everybody = list(range(world))

@@ -124,6 +124,19 @@ def test_growth_in_the_middle_of_calls():
         assert world.run(body)[0] == [101, 512, 201, 20480, 301, 20480, 401]
 
 
+def test_channels_are_the_ranks_own_as_they_are_now():
+    with virtual_world(2, "cpu") as world:
+
+        def body(rank, group):
+            fabric = fabric_of(group, "cpu")
+            none, _, other = fabric.channels(), fabric.channel("pass_on", 10, 10), fabric.channel("other", 10, 10)
+            grown = fabric.channel("pass_on", 10_000, 10)
+            here = fabric.channels()
+            return not none and len(here) == 2 and here[0] is grown and here[1] is other
+
+        assert world.run(body) == [True, True]
+
+
 def test_the_exception_of_a_rank_is_raised_and_nobody_hangs():
     def body(rank, group):
         if rank == 1:

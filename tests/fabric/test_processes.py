@@ -68,6 +68,19 @@ def test_beside_nccl(tmp_path):
 
 
 @pytest.mark.gpu
+def test_plans_are_measured(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path / "cache"))
+    run("tuned", 2, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.multigpu
+def test_the_plain_way_is_measured_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("TILEWEAVE_CACHE", str(tmp_path / "cache"))
+    run("tuned_with_nccl", 2, tmp_path)
+
+
+@pytest.mark.gpu
 def test_overlapping_subgroups(tmp_path):
     run("subgroups", 3, tmp_path)
 

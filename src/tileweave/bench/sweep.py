@@ -100,11 +100,13 @@ def row_of(task: Task, within: float, fabric: Fabric, group: Any) -> dict[str, A
     """All plans of a shape measured in a group, the slowest rank counts: the choice, the best, and how far they are
     apart. Collective."""
     op, sizes = task
-    plans, call = plans_of(Site.of(fabric), task, within), call_of(op, sizes, torch.bfloat16, fabric, group)
+    plans = plans_of(Site.of(fabric), task, within)
     problem = contenders(op, Site.of(fabric), sizes, torch.bfloat16)[0]
-    times = measured(fabric, op, problem, plans, call, CLOCKS["cuda"])
-    again = dict.fromkeys([plans[0], *(plan for plan, _ in times[:FINALISTS])])
-    finals = dict(measured(fabric, op, problem, list(again), call, CLOCKS["cuda"]))
+    with CLOCKS["cuda"](fabric) as timer:
+        call = call_of(op, sizes, torch.bfloat16, fabric, group)
+        times = measured(fabric, op, problem, plans, call, timer)
+        again = dict.fromkeys([plans[0], *(plan for plan, _ in times[:FINALISTS])])
+        finals = dict(measured(fabric, op, problem, list(again), call, timer))
     best = min(finals, key=lambda plan: finals[plan])
     return {
         "op": op, "ranks": fabric.world_size, **sizes, "chosen": plans[0].to_dict(), "chosen_us": finals[plans[0]],

@@ -144,6 +144,10 @@ class Fabric(ABC):
         all ranks; sizes never shrink. While a CUDA graph is being captured it raises RuntimeError instead of growing.
         """
 
+    def channels(self) -> Sequence[Channel]:
+        """Those that `channel` would find, of all ops."""
+        return ()
+
     def views(self, op: str) -> dict[Hashable, Any] | None:
         """What `op` has left for its next calls, in its channel where it has one; None where that cannot be kept."""
         return None

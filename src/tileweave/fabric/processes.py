@@ -211,6 +211,9 @@ class ProcessFabric(DistributedFabric):
             )
         return self._grow(op, adding_bytes, staging_bytes).channel
 
+    def channels(self) -> Sequence[Channel]:
+        return [memories.channel for memories in self._ops.values()]
+
     def views(self, op: str) -> dict[Hashable, Any] | None:
         found = self._ops.get(op)
         if found is None:

@@ -203,6 +203,9 @@ class WorldFabric(Fabric):
         assert grown is not None
         return grown
 
+    def channels(self) -> Sequence[Channel]:
+        return [shared.channels[self.rank] for shared in self.world.workspace.ops.values()]
+
     def views(self, op: str) -> dict[Hashable, Any] | None:
         shared = self.world.workspace.ops.get(op)
         return shared.channels[self.rank].views if shared else None
