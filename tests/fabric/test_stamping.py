@@ -21,7 +21,7 @@ def stored(stamps, ctas=1, warps=1, rank=0, sites=()):
         for slot, (ns, number) in enumerate(each):
             word = ((ns << ID_BITS) | number) % (1 << 64)
             words[cta, warp, slot] = word - (1 << 64) if word >> 63 else word
-    return Launch(rank, 0, None, None, list(sites), words), words
+    return Launch(rank, 0, SimpleNamespace(name="a_kernel"), None, list(sites), words), words
 
 
 def told(timeline):
@@ -91,7 +91,7 @@ def test_each_launch_since_again_is_in_the_timeline(monkeypatch):
     zeros = torch.zeros
     monkeypatch.setattr(module.torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     monkeypatch.setattr(module.torch.cuda, "synchronize", lambda device: None)
-    kernels = [SimpleNamespace(asm={"ptx": name}) for name in "ab"]
+    kernels = [SimpleNamespace(asm={"ptx": name}, name=name) for name in "ab"]
     with stamping() as stamps:
         assert stamps.timeline().spans == []
         for calls in (2, 1):
@@ -100,6 +100,7 @@ def test_each_launch_since_again_is_in_the_timeline(monkeypatch):
                     assert stamps.to_launch(kernels[i], 1, rank) == f"{'ab'[i]} stamped"
                     words = stamps._launches[rank, i].words
                     words[0, 0, :2] = torch.tensor([START, (1 << ID_BITS) + END])
+            assert set(stamps.timeline().kernels.values()) == set("ab"[:calls])
             launches = {(span.rank, span.launch) for span in stamps.timeline().spans}
             assert launches == {(rank, i) for rank in (0, 1) for i in range(calls)}
             stamps.again()
