@@ -30,6 +30,7 @@ COPYING_RANKS = 64  # that the copy engine's channel has flags for
 # SMs that communicate. Measured: between two H200s eight SMs fill the link with TMA tiles of 16 KB, four half of it; a
 # prototype was fastest with 4, 8 or 12, with 2 at large sizes; within one GPU a copy is linear in its SMs.
 COMM_SMS = (1, 2, 4, 6, 8, 12, 16)
+GATHERING_SMS = 16  # of schedules in which nothing multiplies meanwhile, or each column of tiles loads the rows itself
 BESIDE = 0.0241  # as SLOWING, of a product by what communicators or the copy engine move; between two H200s
 LAST_SHARE = 0.101  # of a tile, what the last ones wait for their rows; between two H200s
 OWN_FASTER = 1.4  # what an SM copies within its GPU over what it pushes; measured on an H200
@@ -162,7 +163,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     """
     sms, tiles = computing_sms(problem, plan), tiles_of(problem, plan)
     k_steps = max(-(-problem.k // plan.tile[2]), 1)
-    tiling = tiling.on(hardware).among(problem.world > 1 and not problem.linked)
+    tiling = tiling.on(hardware).among(core.shares_gpu(problem), tiles / sms)
     compute = tiling.compute_us(tiles, k_steps, plan.split, sms)
     exchange = tiling.exchange_us(tiles, plan.split, sms)
     m, n = problem.rows * problem.world, sum(problem.ns)
@@ -171,19 +172,20 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         each = operand_bytes(problem.rows, n, problem.k, plan.tile, sms, hardware)
         moved = max(moved, problem.world * each)
     moved = moved * problem.operand_bytes / 2 + 2 * m * n
-    memory = hardware.launch_us + moved / (hardware.memory_gb_per_s * min(sms, tiles) / hardware.sms * 1e3)
+    reading = min(sms, tiles) if problem.linked else sms  # where ranks share a GPU an SM gets more than its share
+    memory = hardware.launch_us + moved / (hardware.memory_gb_per_s * reading / hardware.sms * 1e3)
     if problem.world == 1:
         return Cost(compute, memory, 0.0, exchange)
     send = send_us(problem, plan, hardware)
     if plan.schedule in ("none", "one_shot"):
-        first = FIRST_US
+        first = FIRST_US if problem.linked else 0.0
         if joined(problem, plan):  # one launch does both
             again = math.ceil(tiles / sms) - 1 + (row_tiles(problem, plan) > 1)
             first = WAVE_US * again - hardware.launch_us
         return Cost(compute, memory, 0.0, exchange + first + send, hardware.sync_us)
     last = tiling.compute_us(1, k_steps, 1, sms)  # of the tiles whose rows come last
     if not problem.linked:  # communicators are in each other's memory
-        return Cost(compute, memory, send + last, exchange, hardware.sync_us)
+        return Cost(compute, memory, send + last, exchange, hardware.sync_us, BESIDE)
     slowing = SLOWING if plan.schedule == "intra_sm" else BESIDE
     delaying = BESIDE if plan.mechanism == "copy_engine" else SLOWING
     exposed = exchange + LAST_SHARE * last
@@ -214,20 +216,24 @@ def send_us(problem: Problem, plan: Plan, hardware: Hardware = H200) -> float:
 
 
 def ways(problem: Problem) -> list[Way]:
-    """What the planner tries: inter-SM by TMA or, over a link, by the copy engine, which takes no SM, and one shot."""
+    """What the planner tries: inter-SM by TMA, and one shot; over a link, the copy engine, which takes no SM; where
+    ranks share a GPU, the gather first, which is soon done there."""
     if problem.world == 1:
         return [("tma", "inter_sm", 0)]
     schedules = ("inter_sm", "one_shot") if problem.sms > 1 else ("none",)
     found = [("tma", schedule, comm_sms) for comm_sms in COMM_SMS for schedule in schedules]
-    return [*found, ("copy_engine", "inter_sm", 0)] if problem.linked else found
+    if problem.linked:
+        return [*found, ("copy_engine", "inter_sm", 0)]
+    return [*found, ("tma", "none", GATHERING_SMS)] if problem.sms > 1 else found
 
 
 def further_ways(problem: Problem) -> list[Way]:
     """What the op has besides, which was never seen to be faster."""
     if problem.world == 1:
         return []
-    more = [(mechanism, schedule, 16) for mechanism, schedule in product(("tma", "register"), ("intra_sm", "none"))]
-    return [*more, *(("register", "inter_sm", comm_sms) for comm_sms in (8, 16))]
+    more = [(mechanism, "intra_sm", GATHERING_SMS) for mechanism in ("tma", "register")]
+    more += [("register", "none", GATHERING_SMS), *(("register", "inter_sm", comm_sms) for comm_sms in (8, 16))]
+    return [*more, ("tma", "none", GATHERING_SMS)] if problem.linked else more
 
 
 def candidates(
@@ -254,11 +260,13 @@ def candidates(
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model; NoRoom if there is none."""
-    cost, plan = core.first(candidates(problem, hardware), hardware)
+    cost, plan = core.first(candidates(problem, hardware), hardware, core.shares_gpu(problem))
     if problem.world == 1:
         way = "one rank, so nothing is gathered: a plain matmul"
     elif plan.schedule == "none":
-        way = "one SM cannot communicate while it multiplies: the gather first, then the matmul"
+        alone = problem.sms == 1
+        why = "one SM cannot communicate while it multiplies" if alone else "ranks that share a GPU soon gather"
+        way = f"{why}: the gather first, then the matmul"
     elif plan.mechanism == "copy_engine":
         way = (
             "the shard is large enough for the copy engine, which takes no SM, and a row of tiles starts when its rows "

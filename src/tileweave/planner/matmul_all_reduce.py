@@ -163,7 +163,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     Sums take SM_FETCH_GBS on an SM, measured on virtual ranks of an H200 with N = K = 8192.
     """
     tiles, sms = count_tiles(problem, plan), computing(problem, plan)
-    tiling = tiling.on(hardware).among(problem.world > 1 and not problem.linked)
+    tiling = tiling.on(hardware).among(core.shares_gpu(problem), tiles / sms)
     compute = tiling.compute_us(tiles, max(-(-problem.k // plan.tile[2]), 1), plan.split, sms)
     memory_rate = hardware.memory_gb_per_s * 1e3 * problem.sms / hardware.sms
     sum_rate = min(memory_rate, SM_FETCH_GBS * problem.sms * 1e3)
@@ -187,6 +187,8 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         share = 2 * result / problem.world * (1 if plan.mechanism == "multimem" else problem.world)
         carried = share / (plan.comm_sms * (COMM_SM_GBS if plan.mechanism == "tma" else hardware.sm_gb_per_s) * 1e3)
         link, tail = max(link, hardware.launch_us + carried), tail + carried / chunks
+    if not problem.linked and tiles <= sms:  # peers' tiles come when own ones are done: nothing hides that
+        tail += hardware.sync_us
     if problem.linked:
         back = sent / (hardware.link_gb_per_s * 1e3)
         tail = max(tail, back / chunks)
@@ -276,7 +278,7 @@ WAYS = {
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model; NoRoom if there is none."""
-    cost, plan = core.first(candidates(problem, hardware), hardware)
+    cost, plan = core.first(candidates(problem, hardware), hardware, core.shares_gpu(problem))
     tiles = count_tiles(problem, plan)
     way = WAYS.get(plan.schedule, ALONE if problem.world == 1 else BEHIND)
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 from tileweave.planner.cost import Cost, collective_us, push_rate
 from tileweave.planner.hardware import H200, Hardware
@@ -44,6 +45,7 @@ TAIL = 0.71  # of what a wave of tiles sends: of the last one, which nothing hid
 WAVE_TILE = 128 * 256  # elements of a tile of such a wave; of smaller tiles several are done at about the same time
 INTER_SHARE = 0.84  # of what communicators can push, those of inter-SM, which read what was just stored; measured
 SLOTS = 2  # that calls take in turn
+ALIKE = 1.01  # costs that are taken for the same
 OWN_FLAGS, OWN_WORDS = 128, 126  # of a rank's flags and state: those that an op may use as it likes
 
 
@@ -175,15 +177,23 @@ def roomless(nbytes: int, hardware: Hardware) -> str | None:
     return f"the plan's workspace takes {nbytes} bytes on each rank, and the GPU has {hardware.memory_bytes} in all"
 
 
+def shares_gpu(problem: Any) -> bool:
+    """Whether ranks share a GPU, as virtual ones do: a problem's `world` and `linked` say so."""
+    return problem.world > 1 and not problem.linked
+
+
 class NoRoom(LookupError):
     """No plan's workspace fits into the GPU."""
 
 
-def first(found: list[tuple[float, Plan]], hardware: Hardware) -> tuple[float, Plan]:
-    """The fastest of the candidates; NoRoom if there are none: `unsupported` leaves some out for no other reason."""
+def first(found: list[tuple[float, Plan]], hardware: Hardware, shared: bool = False) -> tuple[float, Plan]:
+    """The fastest of the candidates or, where ranks have a `shared` GPU, of those that the model does not tell from it
+    the one whose tiles read least from L2. NoRoom if there are none: `unsupported` leaves some out for no other
+    reason."""
     if not found:
         raise NoRoom(f"the workspace of every plan is larger than the {hardware.memory_bytes} bytes of the GPU")
-    return found[0]
+    alike = [each for each in found if each[0] <= (ALIKE if shared else 1.0) * found[0][0]]
+    return min(alike, key=lambda each: 1 / each[1].tile[0] + 1 / each[1].tile[1])
 
 
 def unscalable(problem: Problem, plan: Plan) -> str | None:
@@ -285,7 +295,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
     tiles, rows = count_tiles(problem, plan), problem.m // problem.world
     sms = problem.sms - plan.comm_sms
     k_steps = max(1, -(-problem.k // plan.tile[2]))
-    tiling = tiling.on(hardware).among(problem.world > 1 and not problem.linked)
+    tiling = tiling.on(hardware).among(shares_gpu(problem), tiles / sms)
     compute = tiling.compute_us(tiles, k_steps, plan.split, sms)
     moved = operand_bytes(problem.m, problem.n, problem.k, plan.tile, sms, hardware)
     if plan.schedule in ("intra_sm", "inter_sm") and few(problem, plan):
@@ -405,7 +415,7 @@ def candidates(
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model; NoRoom if there is none."""
-    cost, plan = first(candidates(problem, hardware), hardware)
+    cost, plan = first(candidates(problem, hardware), hardware, shares_gpu(problem))
     tiles = count_tiles(problem, plan)
     by = "store to a place per source" if problem.deterministic else "add"
     way = (

@@ -32,10 +32,10 @@ BURST, BURST_US = 0.137, 1310.0
 # From the request of a K step's operands until they are there, at least: an H200 that is idle but for it takes as long
 # to load a tile of 16 KB and store it to a peer (docs/figures/probe_2xH200.json, 32 KB put by TMA, two SMs at once).
 LOAD_US = 0.73
-# What an SM gets of operands from L2 where virtual ranks share the GPU: CTAs ask for the same lines together, and those
-# of a rank are fewer then. A rank that has all SMs of its own got 115 (docs/figures/sweep_virtual_1xH200.json,
-# matmul_sweep_1xH200.json: tiles of 64 x 128).
-SHARED_L2_GBS = 79.0
+# What an SM gets of operands from L2 where virtual ranks share the GPU, behind a few waves of tiles: CTAs that ask for
+# the same lines together are fewer then, and drift apart. A rank with all SMs of its own got 115 (tiles of 64 x 128 in
+# docs/figures/sweep_virtual_1xH200.json and matmul_sweep_1xH200.json).
+SHARED_L2_GBS, TOGETHER = 79.0, 2
 Tile = tuple[int, int, int]
 
 
@@ -101,10 +101,10 @@ class Tiling:
         faster = hardware.matmul_tflops / hardware.sms / (H200.matmul_tflops / H200.sms)
         return replace(self, step_us=self.step_us / faster)
 
-    def among(self, others: bool) -> "Tiling":
+    def among(self, others: bool, waves: float) -> "Tiling":
         """The same where ranks share a GPU, if there are `others`: a K step's operands come no faster from L2."""
         loaded = sum(self.tile[:2]) * STEP_BYTES / (SHARED_L2_GBS * 1e3)
-        return replace(self, step_us=max(self.step_us, loaded)) if others else self
+        return replace(self, step_us=max(self.step_us, loaded)) if others and waves > TOGETHER else self
 
     @property
     def pace_us(self) -> float:
