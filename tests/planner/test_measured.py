@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from tileweave.bench import fit_between, nccl_curves, planner_page
-from tileweave.bench.predictions import FILES, PLANNERS, points, summary, whole_problem
+from tileweave.bench.predictions import FIGURES, FILES, PLANNERS, points, problem_of, summary, whole_problem
 from tileweave.ops.all_gather_matmul.check import settle
 from tileweave.ops.contract import Like, Site
 from tileweave.planner import H200
+from tileweave.planner.plan import AGREED
 from tileweave.planner.tiling import tiling_of
 from tileweave.planner.timeline import timeline
 
@@ -126,3 +127,27 @@ def test_the_op_takes_the_plain_way_where_it_is_predicted_faster_and_nccl_is_the
     assert not route(64).fused and route(64).backend == "processes" and "NCCL" in route(64).reason
     assert route(64, nccl=False).fused and route(2048).fused
     assert route(64, plan=route(64, nccl=False).plan).fused
+
+
+def agreed(plan):
+    """What of a plan is the same on all ranks, of plain values."""
+    return tuple(str(plan[name]) for name in AGREED)
+
+
+def test_choices_for_ranks_that_share_a_gpu_are_near_the_best_of_a_sweep():
+    """Of what was measured there: all plans that were predicted to be near the choice."""
+    rows = json.loads((FIGURES / "sweep_virtual_1xH200.json").read_text())["rows"]
+    apart, errors = [], []
+    for row in rows:
+        op, m, n, k, world = (row[name] for name in ("op", "m", "n", "k", "ranks"))
+        shape = (m, n // world, k) if op == "all_gather_matmul" else (m, n, k // world)
+        problem = problem_of(op, *shape, world, linked=False, sms=H200.sms // world)
+        took = {agreed(each): each["measured_us"] for each in row["plans"]}
+        planner = PLANNERS[op]
+        apart.append(took[agreed(planner.plan_for(problem).to_dict())] / min(took.values()) - 1)
+        every = planner.candidates(problem) + planner.candidates(problem, tried=planner.further_ways(problem))
+        predicted = {agreed(plan.to_dict()): us for us, plan in every}
+        errors += [abs(predicted[each] / us - 1) for each, us in took.items() if each in predicted]
+    assert len(rows) == 18 and len(errors) >= 400
+    assert statistics.median(apart) <= 0.03 and max(apart) <= 0.10
+    assert statistics.median(errors) <= 0.10
