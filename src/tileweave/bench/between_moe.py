@@ -11,13 +11,12 @@ weights that are exp of a normal variable. Contenders, timed as in `bench.betwee
     matmul      grouped_mm of rows that are there: what the transfer would cost nothing beside
     own matmul  tileweave.grouped_matmul of them
     comet       dispatch: that of Flux, where it is installed (`bench.adapters`)
-    sums        combine: the op with communicators, which send a token's rows at a rank as one
 
 Each is checked first: samples of each rank's rows, or tokens, against float32. bfloat16.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import comb
 from typing import Any, NamedTuple
@@ -38,9 +37,6 @@ SHAPES: list[Shape] = [
     *(dict(tokens=tokens << 10, skewed=False) for tokens in (8, 16, 32, 64, 128)),
     dict(tokens=32 << 10, skewed=True),
 ]
-
-
-COMM_SMS = 16  # of `sums`: an eighth, as the dispatch has
 
 
 class Sizes(NamedTuple):
@@ -156,12 +152,8 @@ def combine(part: Part) -> tuple[Runs, torch.Tensor, torch.Tensor, Route]:
         "matmul": lambda: F.grouped_mm(rows, part.down, offs=part.offsets),
         "own matmul": lambda: tw.grouped_matmul(rows, part.down, part.offsets),
     }
-    explained = tw.explain("moe_matmul_combine", h, part.down, route)
-    if explained.plan is not None:
-        summing = replace(explained.plan, schedule="inter_sm", comm_sms=COMM_SMS)
-        runs["sums"] = lambda: tw.moe_matmul_combine(h, part.down, route, plan=summing)
     sample = torch.linspace(0, part.x.shape[0] - 1, SAMPLE, device=h.device).long()
-    return runs, sample, combined(part, rows, sample), explained
+    return runs, sample, combined(part, rows, sample), tw.explain("moe_matmul_combine", h, part.down, route)
 
 
 def sampled(part: Part) -> tuple[torch.Tensor, torch.Tensor]:

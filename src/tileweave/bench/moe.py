@@ -21,9 +21,9 @@ Contenders, interleaved, all ranks at once unless said otherwise:
 
 `alone_ms` is the time of `local` of one rank while the others do nothing, which tells what ranks take from each other.
 Results are poisoned, then checked against float32, before anything is timed. Bytes between ranks are counted both
-ways: a token once to a rank, as the dispatch sends it, and the combine with communicators, and a row for each choice.
+ways: a token once to a rank, as the dispatch sends it, and a row for each choice.
 
-    --comm-sms N communicators instead of the planner's; with them the combine sends a token's rows at a rank as one
+    --comm-sms N communicators of the dispatch instead of the planner's
 """
 
 import time
@@ -50,7 +50,7 @@ from tileweave.ops.moe.reference import expert
 from tileweave.ops.moe.routing import Lists, make_route
 from tileweave.planner import Plan
 from tileweave.planner.moe import DispatchProblem, GroupedProblem, dispatch_plan_for
-from tileweave.planner.moe_combine import by_rows
+from tileweave.planner.moe_combine import plan_for as combine_plan_for
 
 HIDDEN, INNER, EXPERTS, CHOICES = 7168, 2048, 256, 8
 WORLDS = (2, 4, 8)
@@ -133,7 +133,7 @@ def launches(world: VirtualWorld, kind: str, parts: list[Rank], plan: Plan) -> t
         real, p = group.world.fabric(rank), parts[rank]
         r, made = p.route, {"fused": Recorder(group.world.fabric(rank), False)}
         if kind == "combine":
-            back = r.row_weight, r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes
+            back = r.row_weight, r.offsets, r.row_slot, r.row_home, r.home, r.slots, r.homes
             outs = {"fused": [combine(made["fused"], p.rows, p.matrices[0], *back, plan)]}
         else:
             gate = p.matrices[1] if kind == "gated" else None
@@ -213,13 +213,12 @@ def rivals(kind: str, parts: list[Rank]) -> dict[str, Callable[[], None]]:
 
 
 def planned(kind: str, size: int, sms: int, tokens: int, comm_sms: int | None) -> Plan:
-    """The planner's plan; with `comm_sms` communicators instead, inter-SM."""
+    """The planner's plan; a dispatch with `comm_sms` communicators instead."""
     own = EXPERTS // size
     if kind == "combine":
-        plan = by_rows(GroupedProblem(tokens * CHOICES // size, own, HIDDEN, INNER, sms))
-    else:
-        plan = dispatch_plan_for(DispatchProblem(size, own, INNER, HIDDEN, sms, 2 if kind == "gated" else 1))
-    return plan if comm_sms is None else replace(plan, schedule="inter_sm", comm_sms=comm_sms)
+        return combine_plan_for(GroupedProblem(tokens * CHOICES // size, own, HIDDEN, INNER, sms))
+    plan = dispatch_plan_for(DispatchProblem(size, own, INNER, HIDDEN, sms, 2 if kind == "gated" else 1))
+    return plan if comm_sms is None else replace(plan, comm_sms=comm_sms)
 
 
 def crossing(parts: list[Rank]) -> tuple[int, int]:

@@ -270,14 +270,8 @@ def _combine(op: str, site: Site, s: Sizes, dtype: torch.dtype, hardware: Hardwa
     if route.plan is None:
         return Found(route.verdict, route.reason, None, [], None, 0.0)
     taken = route.plan
-    cost = partial(moe_combine.cost_of, problem, taken, hardware=hardware)
-    every = _by_tiles(taken, cost, moe_combine.workspace_bytes(problem, taken), hardware)
-    for schedule in moe_combine.SCHEDULES:
-        for us, plan in moe_combine.candidates(problem, schedule, hardware)[:1]:
-            if schedule != taken.schedule:
-                of = moe_combine.cost_of(problem, plan, tiling_of(plan.tile, plan.stages), hardware)
-                workspace = moe_combine.workspace_bytes(problem, plan)
-                every.append(Candidate(replace(plan, predicted_us=round(us, 1)), of, workspace))
+    cost = partial(moe_combine.cost_of, problem, hardware=hardware)
+    every = _by_tiles(taken, cost, moe_combine.workspace_bytes(problem), hardware)
     plain = moe_combine.plain(problem, tiling_of(taken.tile, taken.stages), hardware) if site.nccl else None
     other = plain_candidate(plain, taken=False) if plain else None
     return Found(route.verdict, route.reason, every[0], every[1:], other, 2.0 * rows * s["hidden"])
@@ -406,20 +400,13 @@ def _grouped_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) 
 
 
 def _combine_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:
-    """Other tiles of the chosen schedule, then the best of the other one with each number of communicators. For any
-    number of tokens."""
+    """For any number of tokens."""
     w = _like(site, dtype, s["experts"] // site.world, s["inner"], s["hidden"])
     problem = moe_check.combine_problem_of(site, w, s["experts"], s["tokens"] // site.world * s["topk"], s["topk"])
     key = replace(problem, tokens=0)
     if found.chosen is None:
         return key, []
-    taken = found.chosen.plan
-    ways: dict[tuple[str, int], Plan] = {}
-    for schedule in moe_combine.SCHEDULES:
-        for us, plan in moe_combine.candidates(problem, schedule):
-            ways.setdefault((schedule, plan.comm_sms), replace(plan, predicted_us=round(us, 1)))
-    others = [plan for (schedule, _), plan in ways.items() if schedule != taken.schedule]
-    return key, _first_tiles(found, partial(moe_combine.cost_of, problem, taken)) + others
+    return key, _first_tiles(found, partial(moe_combine.cost_of, problem))
 
 
 def _dispatch_contenders(site: Site, s: Sizes, dtype: torch.dtype, found: Found) -> tuple[Any, list[Plan]]:

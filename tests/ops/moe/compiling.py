@@ -42,15 +42,12 @@ def combine_report(dtype, world, weighted, transposed, tiling, core="wgmma") -> 
     fabric, dtype = CompilingFabric(world, core), getattr(torch, dtype)
     h, w = meta(1024, 256, dtype=dtype), meta(16, 256, 512, dtype=dtype)
     w = w.transpose(1, 2).contiguous().transpose(1, 2) if transposed else w
-    plan = None
-    if tiling is not None:
-        tile, stages, *more = tiling
-        plan = Plan("register", "inter_sm" if more else "intra_sm", tile, stages, 1, *more, core=core)
+    plan = None if tiling is None else Plan("register", "intra_sm", *tiling, core=core)
     site = Site.of(fabric)
     problem = combine_problem_of(site, Like.of(w), 16 * world, 1024, 2)
     plan = choose_combine(site, h.shape[0], Like.of(w), problem, plan).plan
     r = route_of(world, meta(1024, dtype=torch.float32) if weighted else None)
-    lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes
+    lists = r.row_weight, r.offsets, r.row_slot, r.row_home, r.home, r.slots, r.homes
     combine_launch.fused(fabric, h, w, *lists, plan)
     return fabric.reports[-1]
 

@@ -6,11 +6,16 @@ import pytest
 import torch
 
 import tileweave as tw
-from tests.ops.moe.combining import NAME, mutated, outcome_of  # noqa: F401  (a fixture)
 from tests.ops.moe.problems import assert_right, judge, problem, truth
+from tests.ops.moe.test_dispatch import KINDS
 from tests.ops.moe.test_moe import gradients, true_gradients
+from tests.ops.mutants import put_edited
 from tileweave import Plan
+from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.ops.matmul_reduce_scatter import relative_error
+
+
+NAME = "moe_matmul_combine"
 
 
 def plan(tile=(64, 64, 64), stages=2):
@@ -172,14 +177,49 @@ MUTANTS = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def mutated(monkeypatch, tmp_path):
+    """A function that puts an edited kernel in place of the real one."""
+    return lambda edits: put_edited("ops/moe/combine_kernel.py", edits, monkeypatch, tmp_path, NAME)
+
+
 def outcome(seed):
-    """Of four calls: several tiles to a CTA and several sources to a tile. Two SMs a rank are too few for the kernel of
-    the dispatch."""
-    return outcome_of(seed, [30, 50, 9], (5, 3, 72, 64), plan(), sms=2, capacity=300, signs=((1, -1), (1, -1)))
+    """What calls of three ranks come to under one schedule: R, D, P, W (wrong result) or None.
+
+    Two calls each of two problems, of which the second has rows at one rank only, follow each other with nothing between
+    them: several tiles to a CTA and several sources to a tile. Two SMs a rank are too few for the kernel of the dispatch.
+    The slots are full of NaN before the calls of the second.
+    """
+    problems = [problem([30, 50, 9], 5, 3, 72, 64, seed=i, routing=r) for i, r in enumerate(("random", "one"))]
+
+    def calls(p):
+        def rank_program(rank, group):
+            first, end = p.experts.of(rank)
+            options = dict(experts=p.experts.total, capacity=300, max_tokens=50)
+            h, route = tw.moe_dispatch_matmul(
+                p.x[rank], p.index[rank], p.w[first:end], topk_weight=p.weight[rank], **options
+            )
+            return [tw.moe_matmul_combine(h * sign, p.down[first:end], route, plan=plan()) for sign in (1, -1)]
+
+        return rank_program
+
+    try:
+        with tw.virtual_world(3, device="cpu", seed=seed, sms=2, delayed=(seed % 3,)) as world:
+            first = world.run(calls(problems[0]))
+            world.workspace.ops[NAME].staging.fill_(255)
+            second = world.run(calls(problems[1]))
+    except (RaceError, DeadlockError, ProtocolError) as error:
+        return next(letter for letter, kind in KINDS.items() if isinstance(error, kind))
+    try:
+        for by_rank, p in zip((first, second), problems, strict=True):
+            for sign, outs in zip((1, -1), zip(*by_rank, strict=True), strict=True):
+                assert_right(outs, [sign * out for out in truth(p, gated=False)])
+    except AssertionError:
+        return "W"
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_an_edit_is_judged_rightly(name, mutated):  # noqa: F811
+def test_an_edit_is_judged_rightly(name, mutated):
     edits, expected = MUTANTS[name]
     mutated(edits)
     judge(outcome, expected)

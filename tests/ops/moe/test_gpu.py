@@ -8,7 +8,6 @@ from tests.fabric.test_virtual import capture
 from tests.ops.moe.problems import assert_right, problem, run, there_and_back, truth
 from tests.ops.moe.test_combine import back
 from tests.ops.moe.test_combine import plan as back_plan
-from tests.ops.moe.test_combine_sums import plan as sums_plan
 from tests.ops.moe.test_dispatch import plan
 from tests.ops.moe.test_moe import gradients, leaves, true_gradients
 from tileweave import FabricTimeout
@@ -77,15 +76,14 @@ def test_compiled_in_full_graphs():
                 assert (a.float() - b.float()).norm() <= 0.02 * a.float().norm()
 
 
-@pytest.mark.parametrize("plan_of", [back_plan, sums_plan])
 @pytest.mark.parametrize(
     "tile, stages", [((128, 256, 64), 4), ((64, 256, 64), 5), ((64, 64, 64), 10), ((256, 128, 64), 4)]
 )
-def test_tiles_of_the_way_back(tile, stages, plan_of):
+def test_tiles_of_the_way_back(tile, stages):
     p = problem([200, 333], 12, 4, 2056, 264, device="cuda")
     goal = truth(p, gated=False)
     with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
-        chosen, first = plan_of(tile, stages), None
+        chosen, first = back_plan(tile, stages), None
         for _ in range(3):
             outs = world.run(lambda rank, group: back(p, rank, group, chosen))
             assert_right(outs, goal)
@@ -100,17 +98,6 @@ def test_512_experts_and_many_tokens():
     with tw.virtual_world(2, device="cuda", timeout=5.0) as world:
         results = run(world, p)
     assert_right([out[sample] for out, *_ in results], truth(p_sample))
-
-
-@pytest.mark.parametrize("routing", ["skewed", "one", "empty"])
-def test_sums_of_many_ranks_also_without_rows(routing):
-    """Calls back to back, with more communicators than some ranks have tokens for."""
-    p = problem([300, 0, 20, 150], 16, 8, 1032, 136, routing=routing, device="cuda")
-    goal = truth(p, gated=False)
-    with tw.virtual_world(4, device="cuda", timeout=5.0) as world:
-        chosen = sums_plan((128, 256, 64), 4, 6)
-        for outs in zip(*world.run(lambda rank, group: [back(p, rank, group, chosen) for _ in range(5)]), strict=True):
-            assert_right(outs, goal)
 
 
 @pytest.mark.parametrize("capacity", [None, 512])
@@ -174,18 +161,3 @@ def test_an_absent_rank_gives_a_timeout_and_the_world_works_again(name):
         with pytest.raises(FabricTimeout, match=rf"{name}: rank \d waited"):
             run(world, p)
         assert_right([out for out, *_ in run(world, p)], truth(p))
-
-
-def test_an_absent_rank_gives_a_timeout_where_sums_are_sent():
-    """As above: its communicators find chunks of the call before, and tell of that."""
-    p = problem([90, 80, 70], 9, 3, 136, 72, device="cuda")
-    with tw.virtual_world(3, device="cuda", timeout=1.0) as world:
-
-        def outs():
-            return world.run(lambda rank, group: back(p, rank, group, sums_plan((128, 128, 64), 4, 3)))
-
-        outs()
-        world.workspace.ops["moe_matmul_combine"].state[1, 0] -= 1
-        with pytest.raises(FabricTimeout, match=r"moe_matmul_combine: rank \d waited"):
-            outs()
-        assert_right(outs(), truth(p, gated=False))

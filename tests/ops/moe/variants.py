@@ -10,12 +10,10 @@ VARIANTS = {  # dtype, world, with a gate, silu, whether w is stored [E, I, H], 
     "one multiplier": ("bfloat16", 3, False, False, False, ((64, 256, 64), 5)),
 }
 
-# dtype, world, whether rows have weights, whether w is stored [E, H, I], tile, stages and communicators or None
+# dtype, world, whether rows have weights, whether w is stored [E, H, I], tile and stages or None
 COMBINE_VARIANTS = {
     "combine, planned": ("bfloat16", 8, True, False, None),
     "combine, w transposed": ("float16", 4, False, True, ((128, 256, 64), 4)),
     "combine, tall": ("bfloat16", 2, True, True, ((256, 128, 64), 4)),
     "combine, one multiplier": ("bfloat16", 3, True, False, ((64, 256, 64), 5)),
-    "combine, sums": ("bfloat16", 8, True, False, ((128, 256, 64), 4, 16)),
-    "combine, sums, w transposed": ("float16", 4, False, True, ((64, 256, 64), 5, 8)),
 }

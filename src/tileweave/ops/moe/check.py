@@ -189,7 +189,7 @@ def choose_combine(
         return fallback(COMBINE, refusal, "grouped_matmul, then rows by the group's all-to-all", plan, site.backend)
     own = GroupedProblem(rows, w.shape[0], w.shape[2], w.shape[1], problem.sms, site.cores)
     found = site.measured(COMBINE, replace(problem, tokens=0)) if plan is None else None
-    made = plan or (found.plan if found else combining.plan_for(problem, own, hardware))
+    made = plan or (found.plan if found else combining.plan_for(own, hardware))
     return Route(COMBINE, site.backend, True, made.reason, made, measured_us=found.measured_us if found else None)
 
 

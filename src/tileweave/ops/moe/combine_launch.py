@@ -43,14 +43,7 @@ def prepare(
     """What calls have in common whose w is of this shape and these strides; remembered."""
     grouped = grouped_launch.prepare(dtype, shape, strides, plan.tile, plan.stages, plan.core, device)
     n, k, *constants = grouped.tail
-    return Prepared(grouped, (n, k, world, choices, plan.comm_sms, weighted, *constants))
-
-
-def by_slot(row_slot: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [R] in the order of the `count` slots that they are made of, and where those of each begin, [count + 1]."""
-    slot, order = torch.where(row_slot >= 0, row_slot, count).sort(stable=True)
-    numbers = torch.arange(count + 1, dtype=torch.int32, device=row_slot.device)
-    return order.int(), torch.searchsorted(slot, numbers, out_int32=True)
+    return Prepared(grouped, (n, k, world, choices, weighted, *constants))
 
 
 def fused(
@@ -61,7 +54,6 @@ def fused(
     offsets: torch.Tensor,
     row_slot: torch.Tensor,
     row_home: torch.Tensor,
-    token_slot: torch.Tensor,
     home: torch.Tensor,
     slots: int,
     homes: int,
@@ -70,11 +62,6 @@ def fused(
     """Launch the kernel on the current stream: [T, H] of rows h [R, I] and matrices w [E_local, I, H]; what follows as
     fields of a TokenRoute."""
     rows, world, (experts, k, n) = h.shape[0], fabric.world_size, w.shape
-    inter = plan.schedule == "inter_sm"
-    if inter:  # a home is the place of a rank's sum of a token's rows
-        homes = world * slots
-        places = torch.arange(0, homes, slots, dtype=torch.int32, device=h.device)
-        home = torch.where(token_slot >= 0, token_slot + places, -1)
     tokens, choices = home.shape
     h, own, weighted = in_one_piece(h if rows else h.new_zeros(1, k)), as_matrices(w), row_weight is not None
     made = prepare(h.dtype, own.shape, own.stride(), plan, world, choices, weighted, h.device)
@@ -88,17 +75,12 @@ def fused(
     of = made.grouped
     fabric.launch(grouped_tiles_kernel, fabric.sms, tiling, num_warps=WARPS, variant=of.tiles_variant)
     b = own.transpose(1, 2) if of.tail[-1] else own
-    kept: tuple = (None, None, None, None)
-    if inter:
-        own_rows = torch.empty(max(rows, 1), n, dtype=h.dtype, device=h.device)
-        order, begins = by_slot(row_slot, homes)
-        kept = of.out.at(own_rows, own_rows.shape[0]), own_rows, as_words(order), begins
     args = (
         fabric.rank, of.x.at(h, h.shape[0]), of.w.at(b), of.like_w.at(b), of.out.at(target, target.shape[0]), offsets,
         table, channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, inbox,
-        inbox.stride(0) // 8, slot_step // 8, as_words(row_slot), None if inter else as_words(row_home),
+        inbox.stride(0) // 8, slot_step // 8, as_words(row_slot), as_words(row_home),
         in_one_piece(row_weight) if rows and weighted else h.new_zeros(1, dtype=torch.float32), slots,
-        as_words(home), target, *kept, tokens, rows, *made.tail,
+        as_words(home), target, tokens, rows, *made.tail,
     )  # fmt: skip
     fabric.launch(moe_matmul_combine_kernel, fabric.sms, args, num_warps=WARPS, variant=made.variant)
     return out

@@ -41,13 +41,13 @@ def _run(h, w, row_weight, offsets, row_slot, row_home, token_slot, home, slots,
     if fabric.compares:
         asked = asks(
             dtype=h.dtype, I=w.shape[1], H=w.shape[2], slots=slots, homes=homes, experts=experts,
-            weighted=row_weight is not None, schedule=chosen.plan.schedule if chosen.plan else None,
+            weighted=row_weight is not None,
         )  # fmt: skip
         fabric.agree(Agreement(COMBINE, asked, chosen.fused))
     if chosen.plan is None:
         rows = torch.ops.tileweave.grouped_matmul.default(h, w, offsets, "")
         return combine(rows, row_weight, row_slot, token_slot, slots, group_name)
-    way = row_weight, offsets, row_slot, row_home, token_slot, home, slots, homes
+    way = row_weight, offsets, row_slot, row_home, home, slots, homes
     return fused(fabric, h, w, *way, chosen.plan)
 
 

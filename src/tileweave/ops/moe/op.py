@@ -125,21 +125,17 @@ def moe_matmul_combine(
         h: `[R, I]`, bfloat16 or float16: a row for each row of the dispatch. Rows behind the last are not looked at.
         w: `[E_local, I, H]`, dtype and device of h, this rank's experts, as `grouped_matmul` takes them.
         route, group: as in `moe_combine`.
-        plan: a `Plan` to use instead of the planner's: tile and stages, which may differ between ranks, and schedule,
-            which may not. "intra_sm" sends each row by itself; "inter_sm" has `comm_sms` SMs that sum a token's rows at
-            a rank first, and sends one: the planner's between GPUs that link, where it predicts that to be clearly
-            faster, no such GPUs having timed it.
+        plan: a `Plan` to use instead of the planner's: tile and stages, which may differ between ranks.
 
     Returns:
         `[T, H]` of h's dtype, on the current stream: `moe_combine(grouped_matmul(h, w, route.offsets), route)`,
-        but each row is rounded once, and a token's rows are summed in float32 in the order of its choices, or those of
-        each rank in the order of their experts, the sum rounded, and these sums then in the order of ranks: the result
+        but each row is rounded once, and a token's rows are summed in float32 in the order of its choices: the result
         depends on no timing.
 
     Under torch.autocast h and w are cast. Gradients of h, w and of topk_weight exist; collective, as the backward pass.
     Where the kernel cannot run (`tileweave.explain` says why), the two ops above follow each other. Workspace: two
     slots of route.homes rows `[H]` on each rank: as many as the rank with most choices has, or, with a capacity, k *
-    max_tokens or the capacity of all ranks, whichever is less. With "inter_sm": two slots of world * route.slots rows.
+    max_tokens or the capacity of all ranks, whichever is less.
 
     Raises:
         ValueError, TypeError: the arguments break the rules above; nothing has been launched.
