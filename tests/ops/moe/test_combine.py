@@ -14,7 +14,6 @@ from tileweave import Plan
 from tileweave.emulator import DeadlockError, ProtocolError, RaceError
 from tileweave.ops.matmul_reduce_scatter import relative_error
 
-
 NAME = "moe_matmul_combine"
 
 
