@@ -34,6 +34,16 @@ def test_every_op_is_clean_and_wraps_what_it_uses(op):
     assert report.schedules == 2 and not report.too_small
 
 
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_matmul_combine"])
+def test_calls_whose_routings_differ_raise_the_same_flags(op, ranks):
+    """In each variant, also where the sizes of exchanges follow from the routing."""
+    case = OpCase(op, ranks)
+    for name, options in case.all_variants.items():
+        report = check(replace(case, variants={name: options}), [0], processes=1)
+        assert report.ok and not report.too_small, (name, report.too_small, report.story)
+
+
 def test_a_default_check_is_large_enough():
     case = OpCase("matmul_reduce_scatter", 4)
     assert case.sizes == {"m": 512, "n": 512, "k": 2048} and case.calls == 2
