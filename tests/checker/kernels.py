@@ -1,8 +1,12 @@
 """Functions to check: a tile passed on to the next rank, right, wrong in several ways, and by chance."""
 
+import multiprocessing
+import os
 import runpy
+import signal
 import threading
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -11,6 +15,7 @@ import tileweave
 from tileweave.emulator import World
 
 BARRIER = threading.Barrier(2)
+CALLS = count(1)
 _LESSON = runpy.run_path(str(Path(__file__).parents[2] / "examples/02_a_race_found.py"))
 
 
@@ -32,6 +37,13 @@ def wrong_result(world):
 def broken():
     """A fault of the test itself."""
     raise KeyError("no such thing")
+
+
+def interrupts():
+    """Right; every third call in a process interrupts the check, as Ctrl-C does."""
+    passed_on()
+    if next(CALLS) % 3 == 0:
+        os.kill(os.getppid() if multiprocessing.parent_process() else os.getpid(), signal.SIGINT)
 
 
 def gives_up():

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -32,6 +33,16 @@ def test_every_op_is_clean_and_wraps_what_it_uses(op):
     report = check(OpCase(op, 2), range(2), processes=1)
     assert report.ok, report.story
     assert report.schedules == 2 and not report.too_small
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("op", ["moe_dispatch_matmul", "moe_matmul_combine"])
+def test_calls_whose_routings_differ_raise_the_same_flags(op, ranks):
+    """In each variant, also where the sizes of exchanges follow from the routing."""
+    case = OpCase(op, ranks)
+    for name, options in case.all_variants.items():
+        report = check(replace(case, variants={name: options}), [0], processes=1)
+        assert report.ok and not report.too_small, (name, report.too_small, report.story)
 
 
 def test_a_default_check_is_large_enough():
@@ -261,15 +272,45 @@ def test_what_is_too_small_is_no_success(capsys):
     assert code == 2 and "0 of 100 (seeds from 0) and 1 cut short" in shown.out
 
 
-def test_an_interrupt_ends_the_workers_at_once():
-    """None of their tasks would end by itself. Where the tests run in the background, interrupts would be ignored."""
+@pytest.fixture
+def interruptible():
+    """Where the tests run in the background, interrupts would be ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), closing(each(does_not_end, [os.getpid(), 0, 0, 0], 2)) as results:
-            next(results)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_ends_the_workers_at_once(interruptible):
+    """None of their tasks would end by itself."""
+    with pytest.raises(KeyboardInterrupt), closing(each(does_not_end, [os.getpid(), 0, 0, 0], 2)) as results:
+        next(results)
     assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_an_interrupt_says_what_was_covered(processes, interruptible, capsys):
+    """In text and as an object."""
+    code, shown = run(capsys, f"{HERE}:interrupts", "--processes", processes)
+    done = int(re.search(r"schedules (\d+) of 100 \(seeds from 0\), [\d,]+ steps", shown.out)[1])
+    assert code == 130 and 0 < done < 20 and "each raised 1 times" in shown.out
+    assert "nothing was found, which says little: interrupted\n" in shown.out and "Traceback" not in shown.err
+    code, shown = run(capsys, f"{HERE}:interrupts", "--processes", processes, "--json")
+    told = json.loads(shown.out)
+    assert code == 130 and told["interrupted"] and told["ok"] and 0 < told["schedules"] < 20
+
+
+def test_an_interrupt_of_every_order_says_what_was_covered(interruptible, capsys):
+    code, shown = run(capsys, f"{HERE}:interrupts", "--exhaustive")
+    assert code == 130 and re.search(r"schedules 2 of 100 ", shown.out) and ": interrupted\n" in shown.out
+
+
+def test_an_interrupt_before_anything_was_covered(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tileweave.checker.check", interrupted)
+    code, shown = run(capsys, "all_gather", "--ranks", "2", "--json")
+    assert code == 130 and json.loads(shown.out) == {"error": "interrupted", "ok": False}
 
 
 def does_not_end(interrupts):

@@ -30,7 +30,8 @@ def test_what_does_not_end_in_time_is_not_counted(monkeypatch):
 @pytest.mark.parametrize("op", OPS)
 def test_small_calls_are_a_check_in_each_variant(op):
     case = small(op)
-    assert len(case.all_variants) == len(OpCase(op, 2).all_variants)
+    usual = OpCase(op, 2).all_variants
+    assert len(case.all_variants) == len([name for name, options in usual.items() if "scaled" not in options])
     with as_if_large(op):
         for name, options in case.all_variants.items():
             report = check(replace(case, variants={name: options}), [5], processes=1)

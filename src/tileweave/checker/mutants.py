@@ -44,7 +44,7 @@ _FENCES = {"fence_async_shared", "fence_proxy_async", "fence_proxy_alias", "barr
 _SIGNALS = {"signal", "signal_all", "mbarrier_arrive", "publish", "release"}
 _TRANSFERS = {
     "tma_load", "tma_store", "load_async", "store_async", "store_add_async", "broadcast_async", "multimem_store",
-    "multimem_add",
+    "multimem_add", "tcgen05_copy_scales",
 }  # fmt: skip
 _ATOMICS = {"atomic_add", "atomic_xchg", "atomic_cas", "atomic_max"}
 _OTHERS = {"mbarrier_expect", "mbarrier_init"}

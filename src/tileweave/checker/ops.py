@@ -33,6 +33,17 @@ def _plans(tile: tuple[int, int, int], stages: int, *ways: str) -> Variants:
     return found
 
 
+def _scaled(comm_sms: int, **ways: str) -> Variants:
+    """By operands with scales of blocks along K, of each of these formats in one schedule."""
+    return {
+        f"{schedule}, {scaled}": {
+            "plan": Plan("tma", schedule, (128, 128, 128), 2, comm_sms=comm_sms, core="tcgen05"),
+            "scaled": scaled,
+        }
+        for scaled, schedule in ways.items()
+    }
+
+
 # Small enough for a CTA to have two tiles of the default problem, and for the ring to wrap.
 _TILE, _STAGES = (128, 256, 64), 3
 _REDUCING = _plans(_TILE, _STAGES, "intra_sm", "inter_sm", "one_shot", "none")
@@ -47,13 +58,17 @@ _VARIANTS: dict[str, Variants] = {
         "inter_sm": _REDUCING["inter_sm"],
         "one_shot": _REDUCING["one_shot"],
         "none": _REDUCING["none"],
-    },
+    }
+    # Shards whose rows are no whole blocks of scales go in one shot.
+    | _scaled(0, mxfp8="one_shot", nvfp4="one_shot"),
     "all_gather_matmul": {
         name: {"plan": replace(options["plan"], comm_sms=1)}
         for name, options in _plans(_TILE, _STAGES, *_GATHERING).items()
     }
-    | _plans(_TILE, _STAGES, "inter_sm, copy_engine"),
-    "matmul_all_reduce": _plans(_TILE, _STAGES, "intra_sm", "one_shot", "none", "inter_sm", "inter_sm, multimem"),
+    | _plans(_TILE, _STAGES, "inter_sm, copy_engine")
+    | _scaled(1, mxfp8="inter_sm", nvfp4="intra_sm"),
+    "matmul_all_reduce": _plans(_TILE, _STAGES, "intra_sm", "one_shot", "none", "inter_sm", "inter_sm, multimem")
+    | _scaled(0, mxfp8="intra_sm", nvfp4="one_shot"),
     "ring_attention": {
         "zigzag, causal": {**_ATTENDING, "causal": True, "placement": "zigzag"},
         "contiguous, causal": {**_ATTENDING, "causal": True},

@@ -29,7 +29,7 @@ class Report:
     included; rings, flags, flag_uses: what one schedule exercised at least (see
     emulator/coverage.py); too_small: why the case is too small to be a check, empty if it is not; finding: of schedule
     `seed`, in its `scenario` and `variant`, None if there was none; left_out: variants that the case cannot have, and
-    why.
+    why; interrupted: whether somebody has ended it, and what had not come to its end is in `steps` alone.
     """
 
     case: str
@@ -52,6 +52,7 @@ class Report:
     left_out: dict[str, str] = field(default_factory=dict)
     stuck: str = ""
     complete: bool = False  # these were all orders that there are
+    interrupted: bool = False
 
     @property
     def ok(self) -> bool:

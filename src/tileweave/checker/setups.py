@@ -28,11 +28,17 @@ def _plan(
     return {"plan": Plan(mechanism, schedule, tile, stages, split, comm_sms, core=core)}
 
 
+def _scaled(scaled: str, schedule: str, comm_sms: int = 0) -> dict[str, Any]:
+    """Of operands with scales of blocks along K."""
+    return {**_plan(schedule, comm_sms=comm_sms, tile=(128, 128, 128), core="tcgen05"), "scaled": scaled}
+
+
 _RAGGED = {"m": 3 * 136, "n": 200, "k": 3 * 200}
 _SPLIT = {"m": 3 * 72, "n": 72, "k": 3 * 200}
 _FEW = {"m": 72, "n": 136, "k": 3 * 200}
 _OWNED = {"m": 3 * 60, "n": 72, "k": 3 * 72}  # tiles with rows of several ranks
 _GATHERED = _RAGGED | {"k": 200}
+_NVFP4 = {"n": 392, "k": 3 * 320}  # a K step, and one that is not whole
 # Parts of several tiles and steps, and of one: several steps alone would make up for a missing slot.
 _PARTS: list[Setup] = [("steps", {"m": 3 * 70, "n": 24}, 2, {}), ("a step", {"m": 3 * 8, "n": 24}, 2, {})]
 _SEQUENCE = {"heads": 6, "kv_heads": 3, "seq": 3 * 100, "dim": 64}
@@ -51,6 +57,8 @@ _SETUPS: dict[str, list[Setup]] = {
         ("inter_sm", _RAGGED, 4, _plan("inter_sm", comm_sms=2, tile=(64, 128, 64))),
         ("one_shot", _OWNED, 3, _plan("one_shot", tile=(128, 64, 64))),
         ("tcgen05", _RAGGED | {"n": 136}, 2, _plan("intra_sm", tile=(128, 64, 64), core="tcgen05")),
+        ("mxfp8", {"m": 3 * 128, "n": 264, "k": 3 * 256}, 2, _scaled("mxfp8", "intra_sm")),
+        ("nvfp4", {"m": 3 * 40} | _NVFP4, 1, _scaled("nvfp4", "one_shot")),
     ],
     "all_gather_matmul": [
         # As above, and more items in two blocks than waits for stores may leave in flight.
@@ -61,8 +69,10 @@ _SETUPS: dict[str, list[Setup]] = {
         ("intra_sm register", _GATHERED, 4, _plan("intra_sm", "register", 2, (64, 128, 64))),
         ("multimem", _GATHERED, 4, _plan("inter_sm", "multimem", 2, (64, 128, 64))),
         ("copy_engine", _GATHERED, 3, _plan("inter_sm", "copy_engine", 0, (64, 128, 64))),
-        ("scaled", _GATHERED | {"k": 208}, 4, {**_plan("inter_sm", "multimem", 2, (64, 128, 128)), "scaled": True}),
+        ("scaled", _GATHERED | {"k": 208}, 4, {**_plan("inter_sm", "multimem", 2, (64, 128, 128)), "scaled": "rows"}),
         ("split", _SPLIT | {"k": 200}, 10, _plan("inter_sm", comm_sms=1, split=3)),
+        ("mxfp8", {"m": 3 * 264, "n": 72, "k": 256}, 4, _scaled("mxfp8", "inter_sm", 2)),
+        ("nvfp4", {"m": 3 * 72, "n": 264, "k": 320}, 3, {**_scaled("nvfp4", "intra_sm", 1), "return_gathered": True}),
     ],
     "matmul_all_reduce": [
         ("intra_sm", _RAGGED, 3, _plan("intra_sm")),
@@ -72,6 +82,8 @@ _SETUPS: dict[str, list[Setup]] = {
         ("normed", _FEW, 2, {**_plan("intra_sm", tile=(64, 64, 64)), "normed": True}),
         ("split", _SPLIT, 18, _plan("intra_sm", split=3)),
         ("none", _FEW, 2, {**_plan("none", tile=(64, 64, 64)), "transposed": True}),
+        ("mxfp8", {"m": 136, "n": 520, "k": 3 * 256}, 3, _scaled("mxfp8", "intra_sm")),
+        ("nvfp4", {"m": 72} | _NVFP4, 1, _scaled("nvfp4", "one_shot")),
     ],
     "all_gather": _PARTS,
     "reduce_scatter": _PARTS,

@@ -1,8 +1,9 @@
 """The smallest calls of the ops that are a check: what tens of thousands of schedules can be run of.
 
 Three ranks (one where ranks have nothing to do with each other) make two calls in each of the variants of `tileweave
-check`, by plans with smaller tiles and rings. What `too_small` asks for holds of each variant: every ring wraps in some
-CTA, every flag is raised by both calls; and a CTA has several tiles.
+check`, by plans with smaller tiles and rings; but for those with scales of blocks, whose tiles cannot be small. What
+`too_small` asks for holds of each variant: every ring wraps in some CTA, every flag is raised by both calls; and a CTA
+has several tiles.
 """
 
 from collections.abc import Iterator
@@ -47,11 +48,13 @@ _SMALL = {
 
 
 def small(op: str) -> OpCase:
-    """The small calls of an op, in the variants of its default check."""
+    """The small calls of an op, in the variants of its default check that can be small."""
     of = _SMALL[op]
     case = OpCase(op, of.ranks, of.sizes, sms=of.sms)
     variants = OpCase(op, max(of.ranks, 2), of.sizes).all_variants  # a world of one has other names
-    return replace(case, variants={name: _smaller(options, of) for name, options in variants.items()})
+    return replace(
+        case, variants={name: _smaller(options, of) for name, options in variants.items() if "scaled" not in options}
+    )
 
 
 def _smaller(options: Options, of: Small) -> Options:

@@ -35,6 +35,11 @@ WRITERS = ("bench", "probe")  # commands whose --json names a file
 # Newer releases of typer carry their own copy of click, older ones import it: this is its UsageError in both.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
+
+class _Interrupted(Exception):
+    """What was done until then has been printed."""
+
+
 app = typer.Typer(
     name="tileweave",
     add_completion=False,
@@ -112,7 +117,7 @@ def check(
     The exit code is 0 if nothing was found, 1 if something was, and 2 if nothing was found in what is too small to be a
     check: a ring of buffers that never wrapped, a flag that was raised once only, no schedule that came to its end, or
     one that got stuck in code of the test's own. Whoever asks for every order that differs, and gets them all, has a
-    small case on purpose.
+    small case on purpose. An interrupt ends it with what has been covered, and exit code 130.
     """
     check_environment()
     console = None if as_json else _console()
@@ -121,6 +126,8 @@ def check(
         report = checking.run_check(console, op, ranks, shape, schedules, seed, seconds, processes, exhaustive)
     if as_json:
         _print_json(report.to_dict())
+    if report.interrupted:
+        raise _Interrupted
     if report.ok and (report.stuck or (report.too_small and not report.complete)):
         return BAD_USAGE
     return 0 if report.ok else WRONG
@@ -278,6 +285,8 @@ def _run(arguments: list[str]) -> int:
         return _fail(arguments, error.format_message(), BAD_USAGE)
     except typer.Abort:
         return _fail(arguments, "interrupted", INTERRUPTED)
+    except _Interrupted:
+        return INTERRUPTED
     except WorkspaceExceeded as error:
         return _fail(arguments, str(error), BAD_USAGE)
     except (EmulatorError, FabricTimeout) as error:  # findings, which say all

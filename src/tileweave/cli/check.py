@@ -42,7 +42,8 @@ def run_check(
     console: Console | None, op: str, ranks: int, shape: str, schedules: int, seed: int, seconds: float,
     processes: int | None, exhaustive: bool = False,
 ) -> checker.Report:  # fmt: skip
-    """Check what the command line names. With a `console`, a progress bar on it, and the report at the end.
+    """Check what the command line names. With a `console`, a progress bar on it, and the report at the end. An
+    interrupt ends it with what has been covered until then; before anything has, it is one.
 
     Raises BadUsage for arguments that make no sense, naming what would.
     """
@@ -56,13 +57,26 @@ def run_check(
         raise BadUsage(f"--seed must be from 0 to {LARGEST_SEED}, got {seed}")
     seeds = range(seed, seed + schedules)
 
-    def run(progress: Callable[[checker.Report], None] | None = None) -> checker.Report:
-        if exhaustive:
-            return checker.explore(case, schedules, seed=seed, seconds=seconds, progress=progress)
-        return checker.check(case, seeds, seconds=seconds, processes=processes, progress=progress)
+    def run(progress: Callable[[checker.Report], None]) -> checker.Report:
+        so_far: checker.Report | None = None
+
+        def note(report: checker.Report) -> None:
+            nonlocal so_far
+            so_far = report
+            progress(report)
+
+        try:
+            if exhaustive:
+                return checker.explore(case, schedules, seed=seed, seconds=seconds, progress=note)
+            return checker.check(case, seeds, seconds=seconds, processes=processes, progress=note)
+        except KeyboardInterrupt:
+            if so_far is None:
+                raise
+            so_far.interrupted = True
+            return so_far
 
     if console is None:
-        return run()
+        return run(lambda report: None)
     steps = TextColumn("schedules, {task.fields[steps]:,} steps")
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), steps, TimeElapsedColumn()
     screen, title = Console(stderr=True), f"{case.name}, {ranks} rank{'s' * (ranks != 1)}"
@@ -129,11 +143,14 @@ def show(console: Console, case: Case, report: checker.Report, seed: int) -> Non
         console.print(f"  [yellow]stuck[/] when the time was up, at {escape(report.stuck)}", _MEETING, sep="\n")
     for why in report.too_small:
         console.print(f"  [yellow]too small to be a check[/]: {escape(why)}")
-    verdict = "clean" if report.schedules == report.asked else "clean as far as it went: the time was up"
+    early = report.schedules < report.asked and not report.complete
+    verdict = "clean as far as it went" if early else "clean"
     if report.complete:
         verdict = "clean in every order that differs"
     elif report.too_small:
         verdict = "nothing was found, which says little"
+    if early:
+        verdict += ": interrupted" if report.interrupted else ": the time was up"
     console.print(f"  [cyan]{'result':<9}[/] {verdict}")
 
 

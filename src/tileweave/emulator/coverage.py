@@ -19,8 +19,9 @@ class Coverage:
     """Counts of one world, or of several.
 
     rings: of each array of mbarriers, by its place in the source, how many barriers it has, and the phases completed of
-    the least used one, in the CTA that used it least and in the one that used it most. flags: how often each was
-    raised, by address of its storage and byte. ctas: how many have ended.
+    the least used one, in the CTA that used it least and in the one that used it most. One without any is not counted
+    where others have some: a ring leaves no slot out, so it is of another ring, which this kernel has no use for.
+    flags: how often each was raised, by address of its storage and byte. ctas: how many have ended.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class Coverage:
         for memory in cta.shared:
             if memory.barriers:
                 barriers = list(memory.barriers.values())
-                name, phases = _name(memory), min(barrier.phase for barrier in barriers)
+                name, phases = _name(memory), min((each.phase for each in barriers if each.phase), default=0)
                 _, low, high = self.rings.get(name, (0, phases, phases))
                 self.rings[name] = len(barriers), min(low, phases), max(high, phases)
 
