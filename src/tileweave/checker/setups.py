@@ -115,17 +115,12 @@ _SETUPS: dict[str, list[Setup]] = {
         # Two communicators, of 32 tokens a round each, have several.
         ("gated", _TOKENS, 5, {**_plan("inter_sm", comm_sms=2, tile=(64, 128, 64)), "gated": True, "transposed": True}),
     ],
-    # Two SMs are too few for the kernel of the dispatch, which four have.
+    # Two SMs are too few for the kernel of the dispatch.
     "moe_matmul_combine": [
         ("two multipliers", _TOKENS, 2, _plan("intra_sm", "register")),
         ("transposed", _TOKENS | {"tokens": 60}, 2,
          {**_plan("intra_sm", "register", tile=(64, 64, 64)), "transposed": True}),
         ("ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 2, {**_plan("intra_sm", "register"), "again": True}),
-        # Two communicators, who count for each other; four chunks; parts that TMA stores and parts that threads do.
-        ("sums", _TOKENS | {"tokens": 120, "hidden": 200}, 4,
-         {**_plan("inter_sm", "register", 2, (64, 64, 64)), "again": True}),
-        ("sums, ranks without rows", _TOKENS | {"tokens": 3, "topk": 1}, 4,
-         {**_plan("inter_sm", "register", 2, (64, 64, 64)), "again": True}),
     ],
 }  # fmt: skip
 _WITHOUT_PEERS = ("attention", "grouped_matmul")  # of one rank: the others would do the same
