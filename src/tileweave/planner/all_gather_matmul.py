@@ -260,7 +260,8 @@ def candidates(
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model; NoRoom if there is none."""
-    cost, plan = core.first(candidates(problem, hardware), hardware, core.shares_gpu(problem))
+    shared = (problem.rows, max(problem.ns)) if core.shares_gpu(problem) else None
+    cost, plan = core.first(candidates(problem, hardware), hardware, shared)
     if problem.world == 1:
         way = "one rank, so nothing is gathered: a plain matmul"
     elif plan.schedule == "none":
