@@ -208,3 +208,12 @@ def test_a_matrix_smaller_than_a_tile_is_cut_no_larger_for_the_sake_of_l2():
     assert gathering.plan_for(gathered).tile == gathering.candidates(gathered)[0][1].tile
     reduced = reducing.Problem(16, 40, 64, 2, 66, linked=False)
     assert reducing.plan_for(reduced).tile == reducing.candidates(reduced)[0][1].tile
+
+
+def test_a_world_of_one_shares_its_gpu_with_nobody():
+    """Whether or not it says that its peers are behind a link."""
+    for few in (8, 512):
+        linked = gathering.Problem(rows=few, k=8192, ns=(512,), world=1, sms=132)
+        alone = dataclasses.replace(linked, linked=False)
+        assert gathering.candidates(alone) == gathering.candidates(linked)
+        assert gathering.plan_for(alone) == gathering.plan_for(linked)

@@ -172,7 +172,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         each = operand_bytes(problem.rows, n, problem.k, plan.tile, sms, hardware)
         moved = max(moved, problem.world * each)
     moved = moved * problem.operand_bytes / 2 + 2 * m * n
-    reading = min(sms, tiles) if problem.linked else sms  # where ranks share a GPU an SM gets more than its share
+    reading = sms if core.shares_gpu(problem) else min(sms, tiles)  # of which an SM gets more than its share there
     memory = hardware.launch_us + moved / (hardware.memory_gb_per_s * reading / hardware.sms * 1e3)
     if problem.world == 1:
         return Cost(compute, memory, 0.0, exchange)
