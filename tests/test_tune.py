@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import tileweave
 from tileweave.bench import sweep
-from tileweave.fabric import fabric_of
+from tileweave.fabric import FabricTimeout, fabric_of
 from tileweave.fabric.world import current_group
 from tileweave.ops import route as routing
 from tileweave.ops.contract import Like, Site
@@ -391,6 +391,24 @@ def test_plans_are_called_then_captured_then_timed_in_turn(world, monkeypatch):
         assert done == [(what, i) for what in ("call", "capture", "time", "time") for i in range(2)]
     kinds = [what for what, *_ in log]
     assert kinds == ["call"] * 4 + ["capture"] * 4 + ["time"] * 8
+
+
+def test_all_ranks_are_told_of_a_replay_that_one_has_waited_in_vain_in(world, monkeypatch):
+    """None is left waiting for the one that knows."""
+
+    def call(rank, group):
+        fabric = fabric_of(group)
+
+        def check():
+            if rank == 1:
+                raise FabricTimeout(OP, 1, 4, 7, 6)
+
+        monkeypatch.setattr(fabric, "check", check)
+        with pytest.raises(FabricTimeout, match=f"{OP}: rank 1 waited") as found:
+            tuning.measured(fabric, OP, None, [PLANS[0]], lambda: None, lambda call: lambda: 1.0)
+        return found.value.index, found.value.seen, fabric.tuned
+
+    assert world.run(call) == [(4, 6, ())] * 2
 
 
 def test_nothing_is_measured_without_a_gpu_or_a_kernel(world, clock, tmp_path):

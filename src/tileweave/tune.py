@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tileweave.clock import Clock, gpu_clock
-from tileweave.fabric import Fabric, fabric_of, local_fabric
+from tileweave.fabric import Fabric, FabricTimeout, fabric_of, local_fabric
 from tileweave.ops.all_gather_matmul import all_gather_matmul, places
 from tileweave.ops.contract import Site
 from tileweave.ops.grouped_matmul import grouped_matmul
@@ -171,13 +171,25 @@ def measured(fabric: Fabric, op: str, problem: Any, plans: list[Plan], call: Cal
             timers = each(lambda: timer(call))
             fabric.rendezvous()
             rounds = [[us() for us in timers] for _ in range(ROUNDS)]
-            fabric.check()  # a replay does not tell that it has waited in vain
+            late = _late(fabric)
     finally:
         fabric.tuned = before
         _forget(fabric, op)
-    every = fabric.gather_values([statistics.median(of_a_plan) for of_a_plan in zip(*rounds, strict=True)])
-    slowest = [max(of_a_plan) for of_a_plan in zip(*every, strict=True)]
+    every = fabric.gather_values([late, *(statistics.median(of_a_plan) for of_a_plan in zip(*rounds, strict=True))])
+    for told, *_ in every:
+        if told:  # perhaps on another rank alone, which would leave the others waiting for it
+            raise FabricTimeout(*told)
+    slowest = [max(of_a_plan) for of_a_plan in zip(*(us for _, *us in every), strict=True)]
     return sorted(zip(plans, slowest, strict=True), key=lambda found: found[1])
+
+
+def _late(fabric: Fabric) -> list[Any] | None:
+    """What a FabricTimeout of a replay says, which does not tell by itself; None if nobody has waited in vain."""
+    try:
+        fabric.check()
+    except FabricTimeout as e:
+        return [e.op, e.rank, e.index, e.expected, e.seen, e.node]
+    return None
 
 
 def _use(fabric: Fabric, found: Tuned) -> None:

@@ -198,3 +198,22 @@ def test_a_float32_message_has_fewer_buffers_and_still_fits():
     wide = dataclasses.replace(BIG, message_bytes=4)
     assert unsupported(wide, Plan(tile=(128, 256, 64), stages=4)) is None
     assert "shared memory" in unsupported(wide, Plan(tile=(128, 256, 64), stages=5))
+
+
+def test_a_matrix_smaller_than_a_tile_is_cut_no_larger_for_the_sake_of_l2():
+    """Between ranks that share a GPU all tiles that cover it read the same."""
+    few = dataclasses.replace(BIG, m=64, n=40, k=32, linked=False)
+    assert plan_for(few).tile == candidates(few)[0][1].tile
+    gathered = gathering.Problem(rows=16, k=64, ns=(40,), world=2, sms=66, linked=False)
+    assert gathering.plan_for(gathered).tile == gathering.candidates(gathered)[0][1].tile
+    reduced = reducing.Problem(16, 40, 64, 2, 66, linked=False)
+    assert reducing.plan_for(reduced).tile == reducing.candidates(reduced)[0][1].tile
+
+
+def test_a_world_of_one_shares_its_gpu_with_nobody():
+    """Whether or not it says that its peers are behind a link."""
+    for few in (8, 512):
+        linked = gathering.Problem(rows=few, k=8192, ns=(512,), world=1, sms=132)
+        alone = dataclasses.replace(linked, linked=False)
+        assert gathering.candidates(alone) == gathering.candidates(linked)
+        assert gathering.plan_for(alone) == gathering.plan_for(linked)

@@ -172,7 +172,7 @@ def cost_of(problem: Problem, plan: Plan, tiling: Tiling, hardware: Hardware = H
         each = operand_bytes(problem.rows, n, problem.k, plan.tile, sms, hardware)
         moved = max(moved, problem.world * each)
     moved = moved * problem.operand_bytes / 2 + 2 * m * n
-    reading = min(sms, tiles) if problem.linked else sms  # where ranks share a GPU an SM gets more than its share
+    reading = sms if core.shares_gpu(problem) else min(sms, tiles)  # of which an SM gets more than its share there
     memory = hardware.launch_us + moved / (hardware.memory_gb_per_s * reading / hardware.sms * 1e3)
     if problem.world == 1:
         return Cost(compute, memory, 0.0, exchange)
@@ -260,7 +260,8 @@ def candidates(
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model; NoRoom if there is none."""
-    cost, plan = core.first(candidates(problem, hardware), hardware, core.shares_gpu(problem))
+    shared = (problem.rows, max(problem.ns)) if core.shares_gpu(problem) else None
+    cost, plan = core.first(candidates(problem, hardware), hardware, shared)
     if problem.world == 1:
         way = "one rank, so nothing is gathered: a plain matmul"
     elif plan.schedule == "none":

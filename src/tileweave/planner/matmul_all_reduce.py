@@ -278,7 +278,8 @@ WAYS = {
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model; NoRoom if there is none."""
-    cost, plan = core.first(candidates(problem, hardware), hardware, core.shares_gpu(problem))
+    shared = (problem.m, problem.n) if core.shares_gpu(problem) else None
+    cost, plan = core.first(candidates(problem, hardware), hardware, shared)
     tiles = count_tiles(problem, plan)
     way = WAYS.get(plan.schedule, ALONE if problem.world == 1 else BEHIND)
     count = "1 tile" if tiles == 1 else f"{tiles} tiles"

@@ -186,14 +186,22 @@ class NoRoom(LookupError):
     """No plan's workspace fits into the GPU."""
 
 
-def first(found: list[tuple[float, Plan]], hardware: Hardware, shared: bool = False) -> tuple[float, Plan]:
-    """The fastest of the candidates or, where ranks have a `shared` GPU, of those that the model does not tell from it
-    the one whose tiles read least from L2. NoRoom if there are none: `unsupported` leaves some out for no other
-    reason."""
+def first(
+    found: list[tuple[float, Plan]], hardware: Hardware, shared: tuple[int, int] | None = None
+) -> tuple[float, Plan]:
+    """The fastest of the candidates or, where ranks that share a GPU cut rows and columns as `shared` into tiles, of
+    those that the model does not tell from it the one whose tiles read least from L2. NoRoom if there are none:
+    `unsupported` leaves some out for no other reason."""
     if not found:
         raise NoRoom(f"the workspace of every plan is larger than the {hardware.memory_bytes} bytes of the GPU")
-    alike = [each for each in found if each[0] <= (ALIKE if shared else 1.0) * found[0][0]]
-    return min(alike, key=lambda each: 1 / each[1].tile[0] + 1 / each[1].tile[1])
+    if shared is None:
+        return found[0]
+    alike = [each for each in found if each[0] <= ALIKE * found[0][0]]
+
+    def read(plan: Plan) -> float:
+        return sum(1 / max(min(side, whole), 1) for side, whole in zip(plan.tile[:2], shared, strict=True))
+
+    return min(alike, key=lambda each: read(each[1]))
 
 
 def unscalable(problem: Problem, plan: Plan) -> str | None:
@@ -415,7 +423,8 @@ def candidates(
 
 def plan_for(problem: Problem, hardware: Hardware = H200) -> Plan:
     """The fastest supported plan by the cost model; NoRoom if there is none."""
-    cost, plan = first(candidates(problem, hardware), hardware, shares_gpu(problem))
+    shared = (problem.m // problem.world, problem.n) if shares_gpu(problem) else None
+    cost, plan = first(candidates(problem, hardware), hardware, shared)
     tiles = count_tiles(problem, plan)
     by = "store to a place per source" if problem.deterministic else "add"
     way = (

@@ -186,6 +186,7 @@ WAIT = "gl.wait(work.flags, flag, epoch * STEPS + i // work.COMM_SMS + 1)"
 SENT = "gl.signal(flags, to, flags.rank * work.PER + me, epoch * STEPS + i + 1)"
 CARRIED = "    gl.store_wait(0)\n    gl.barrier()\n"
 AGAIN = "return row != targets + i"
+BOXES = "range(0, mm.k_steps, LINES)"
 
 MUTANTS = {
     "a loader does not wait": ([(WAIT, "epoch == epoch")], "R"),
@@ -213,7 +214,7 @@ MUTANTS = {
     "sent to the next rank": ([("tr.send_token + begin, to, tr", "tr.send_token + begin, (to + 1) % flags.world, tr")], "RW"),
     "sent in the order of the first rank": ([("tr.send_token + begin", "tr.send_token + first")], "W"),
     "places of another rank": ([("tr.send_place + begin", "tr.send_place + first")], "RWP"),
-    "a row's last boxes stay": ([("range(0, mm.k_steps, LINES)", "range(0, mm.k_steps - 64, LINES)")], "RW"),
+    "no row is carried": ([(BOXES, "range(0, mm.k_steps - 64, LINES)")], "RW"),
     "communicators do not end the call": ([("epoch * STEPS + STEPS - 1)\n    finish_all(work.matmul, epoch)\n", "epoch * STEPS + STEPS - 1)\n")], "RDWP"),
     "what a tile takes is sent behind it": ([("tile + work.COMM_SMS + gl.minimum(tile, LOOK), NO_TILE - 1)", "tile - work.COMM_SMS, NO_TILE - 1)")], "D"),
     "what no own tile takes is not sent": ([("range(turns + 1)", "range(turns)")], "DRW"),
@@ -268,6 +269,24 @@ def test_an_edit_is_judged_rightly(name, mutated):
     edits, expected = MUTANTS[name]
     mutated(edits)
     judge(outcome, expected)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_a_row_of_more_lines_than_a_box_has_goes_in_several(width, mutated):
+    """The last box is not full, nor is its last line."""
+    p = problem([5, 3], 3, 2, 64 * (width + 1) + 8, 64, routing="same")
+    chosen = plan((64, width, 64))
+
+    def outs():
+        with tw.virtual_world(2, device="cpu", sms=3) as world:
+            run(world, problem([5, 3], 3, 2, 64, 64), gated=False, second=False, plan=chosen)
+            return [out for out, *_ in run(world, p, gated=False, second=False, plan=chosen)]
+
+    assert_right(outs(), truth(p, gated=False, second=False))
+    mutated([(BOXES, "range(0, gl.minimum(mm.k_steps, LINES), LINES)")])
+    wrong = outs()
+    with pytest.raises(AssertionError):
+        assert_right(wrong, truth(p, gated=False, second=False))
 
 
 def test_what_is_due_is_told_by_the_rank_that_needs_it_first(mutated):

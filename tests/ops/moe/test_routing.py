@@ -93,6 +93,16 @@ def test_a_route_is_what_its_words_say(tokens, experts, k, routing, capacity):
             assert (route.token_slot[:, d] >= 0).sum() == len(order)
 
 
+def test_the_way_back_asks_for_no_operator_of_its_own():
+    """How many experts there are is known on the host."""
+    p = problem([6], 4, 2)
+    _, route = tw.moe_dispatch_matmul(p.x[0], p.index[0], p.w)
+    rows = torch.zeros(route.row_slot.shape[0], p.down.shape[1], dtype=p.down.dtype)
+    with Counted() as counted:
+        tw.explain("moe_matmul_combine", rows, p.down, route)
+    assert counted.count == 0
+
+
 def test_a_route_takes_few_operators():
     """They are most of what a decoding step takes. Experts that the world divides take 3 fewer; two are exchanges, for
     which ranks meet."""

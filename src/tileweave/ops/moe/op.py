@@ -145,7 +145,7 @@ def moe_matmul_combine(
     check_combine(h, w, route, group_size(name), plan)
     return COMBINE(
         h, w, route.row_weight, route.offsets, route.row_slot, route.row_home, route.token_slot, route.home,
-        route.slots, route.homes, route.totals.shape[0], name, "" if plan is None else plan.to_json(),
+        route.slots, route.homes, route.experts.total, name, "" if plan is None else plan.to_json(),
     )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def explain_combine(h, w, route, group=None, *, plan=None) -> Route:
     fabric = fabric_of(_group_of(route, group), getattr(h, "device", None))
     check_combine(h, w, route, fabric.world_size, plan)
     site, like = Site.of(fabric), Like(w.shape, w.dtype, w.device)
-    problem = combine_problem_of(site, like, route.totals.shape[0], route.homes, route.home.shape[1])
+    problem = combine_problem_of(site, like, route.experts.total, route.homes, route.home.shape[1])
     return choose_combine(site, h.shape[0], like, problem, plan)
 
 
