@@ -197,7 +197,9 @@ def test_a_plan_of_legal_types_comes_back_from_its_text():
 def test_a_float32_message_has_fewer_buffers_and_still_fits():
     wide = dataclasses.replace(BIG, message_bytes=4)
     assert unsupported(wide, Plan(tile=(128, 256, 64), stages=4)) is None
-    assert "shared memory" in unsupported(wide, Plan(tile=(128, 256, 64), stages=5))
+    assert "; 4 stages would do" in unsupported(wide, Plan(tile=(128, 256, 64), stages=5))
+    assert "; 6 stages would do" in unsupported(wide, Plan(tile=(128, 128, 64), stages=20))
+    assert unsupported(wide, Plan(tile=(128, 128, 64), stages=6)) is None
 
 
 def test_a_matrix_smaller_than_a_tile_is_cut_no_larger_for_the_sake_of_l2():

@@ -59,9 +59,8 @@ def _sizes(shape: str) -> dict[str, int]:
 def show(console: Console, decision: Decision) -> None:
     """Print a decision as a table."""
     sizes = " ".join(f"{name}={size}" for name, size in decision.shape.items())
-    console.print(
-        f"[bold]{decision.op}[/], {decision.ranks} ranks of {escape(decision.gpu)}, {decision.dtype}: {sizes}"
-    )
+    ranks = f"{decision.ranks} rank" + "s" * (decision.ranks != 1)
+    console.print(f"[bold]{decision.op}[/], {ranks} of {escape(decision.gpu)}, {decision.dtype}: {sizes}")
     _show_answer(console, decision)
     if decision.untried is not None:
         console.print(f"\nWith {EXPERIMENTAL}={TRIED} instead:")

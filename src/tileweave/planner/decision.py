@@ -12,6 +12,7 @@ from tileweave.planner.timeline import timeline
 
 MEASURED = "9.0"  # capability of the GPUs on which kernels have been timed
 NEVER = "the op never goes this way"
+NEVER_RUN = {"multimem": "no kernel has summed or copied in the fabric on a GPU yet; it is compiled and emulated"}
 PLAIN = "nccl"  # the mechanism of the plain way, which is no plan of a kernel
 
 
@@ -151,7 +152,7 @@ def settle(asked: Question, found: Found) -> Decision:
     simulated = timeline(asked.op, asked.ranks, asked.shape, plan, taken.cost, asked.sms, asked.hardware)
     capability = asked.hardware.capability
     unmeasured = f"no kernel has run on a GPU of compute capability {capability}; times are an H200's, scaled by rates"
-    why = None if capability == MEASURED else unmeasured
+    why = NEVER_RUN.get(plan.mechanism) if capability == MEASURED else unmeasured
     runner_up = told[0] if told and crowded(rest[0], asked) is None else None
     rejected = told[1:] if runner_up else told
     of_plan = taken.workspace_bytes
@@ -211,9 +212,9 @@ def _way_says(each: Candidate, chosen: Candidate, hardware: Hardware, sms: int, 
             "as every rank sends all that its peers sum or multiply"
         )
     if schedule == "inter_sm" and plan.comm_sms:
-        costs = cost.compute_us / max(chosen.cost.compute_us, 1e-9) - 1
+        instead = f"{cost.compute_us:.0f} us instead of {chosen.cost.compute_us:.0f}"
         return (
-            f"{plan.comm_sms} of {sms} SMs communicate, so the product takes {costs:+.0%}, and what they move "
+            f"{plan.comm_sms} of {sms} SMs communicate, so the product takes {instead}, and what they move "
             f"{cost.communicate_us:.0f} us, {cost.exposed_us:.0f} us of other things behind"
         )
     return f"{terms(cost)}, with tiles of {plan.tile[0]} x {plan.tile[1]}"

@@ -273,9 +273,11 @@ def untileable(
         return f"plan.stages={plan.stages}: the ring needs at least 2"
     if part_buffers(plan.tile, plan.stages, message_bytes, hardware, plan.core, scales) < 1:
         need = ring_bytes(plan.tile, plan.stages, plan.core, scales) + plan.tile[0] * PART_BYTES + BARRIER_BYTES
+        stage = ring_bytes(plan.tile, 1, plan.core, scales) - ring_bytes(plan.tile, 0, plan.core, scales)
+        fits = plan.stages - math.ceil((need - hardware.shared_bytes) / stage)
         return (
             f"plan.tile={plan.tile} with plan.stages={plan.stages} needs {need} bytes of shared memory, "
-            f"a CTA has {hardware.shared_bytes}"
+            f"a CTA has {hardware.shared_bytes}" + (f"; {fits} stages would do" if fits >= 2 else "")
         )
     return None
 
