@@ -115,7 +115,7 @@ _SETUPS: dict[str, list[Setup]] = {
         # Two communicators, of 32 tokens a round each, have several.
         ("gated", _TOKENS, 5, {**_plan("inter_sm", comm_sms=2, tile=(64, 128, 64)), "gated": True, "transposed": True}),
     ],
-    # Two SMs are too few for the kernel of the dispatch.
+    # Of two SMs the dispatch ahead has one that communicates.
     "moe_matmul_combine": [
         ("two multipliers", _TOKENS, 2, _plan("intra_sm", "register")),
         ("transposed", _TOKENS | {"tokens": 60}, 2,
