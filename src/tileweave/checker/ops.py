@@ -81,7 +81,7 @@ _VARIANTS: dict[str, Variants] = {
         "all, in turns": {"tiling": Tiling(2, 64, 3, take_turns=True)},
     },
     "grouped_matmul": _plans((128, 128, 64), _STAGES, "intra_sm"),
-    "moe_matmul_combine": _plans((128, 128, 64), _STAGES, "intra_sm, register", "inter_sm, register"),
+    "moe_matmul_combine": _plans((128, 128, 64), _STAGES, "intra_sm, register"),
     "moe_dispatch_matmul": {
         "capacity": {"plan": Plan("tma", "inter_sm", (64, 64, 64), _STAGES, comm_sms=2), "capacity": None},
         "gated": {"plan": Plan("tma", "inter_sm", (64, 128, 64), _STAGES, comm_sms=2), "gated": True},
