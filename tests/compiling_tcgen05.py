@@ -97,7 +97,7 @@ DISPATCH = {
 }
 COMBINE = {
     "largest tile": dict(weighted=True, transposed=False, tiling=((128, 256, 64), 3)),
-    "sums, w transposed": dict(weighted=True, transposed=True, tiling=((128, 128, 64), 4, 16)),
+    "w transposed": dict(weighted=True, transposed=True, tiling=((128, 128, 64), 4)),
 }
 OPS = {
     "matmul_reduce_scatter": REDUCE_SCATTER, "matmul_all_reduce": ALL_REDUCE, "all_gather_matmul": ALL_GATHER,
