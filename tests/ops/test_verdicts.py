@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import tileweave
 from tileweave import TokenRoute
 from tileweave.ops.contract import Site
+from tileweave.ops.moe import Experts
 from tileweave.ops.plans import COLLECTIVES, SHARED, SIZES
 
 WORLD = 4
@@ -60,7 +61,9 @@ def operands(op, s):
         rows, words = tokens * s["topk"], {"dtype": torch.int32}
         lists = like(experts, **words), like(rows, **words), like(rows, **words), None, like(tokens, WORLD, **words)
         more = [like(tokens, s["topk"], **words)] * 2
-        way = TokenRoute(*lists, *more, like(**words), like(s["experts"], **words), tokens, rows, None)
+        every = Experts(s["experts"], WORLD)
+        bounds = like(WORLD, every.most + 1, **words)
+        way = TokenRoute(*lists, *more, like(**words), bounds, tokens, rows, every, None)
         return (like(rows, s["inner"]), like(experts, s["inner"], s["hidden"]), way), {}
     if op == "moe_dispatch_matmul":
         tokens = s["tokens"] // WORLD

@@ -22,6 +22,7 @@ from tileweave.tune import OPS, call_of
 
 RANKS, WIDTH = 3, 2  # WIDTH: bytes of a bfloat16
 BEYOND = 6144  # bytes of flags and rounding, in two channels
+SCALES = {"mxfp8": (4, 128), "nvfp4": (16, 256)}  # bytes of a row's scales in a K step, of so many elements
 
 
 def up(size, grain):
@@ -30,7 +31,7 @@ def up(size, grain):
 
 def of_reduce_scatter(s, plan, options):
     apart = options.get("deterministic") or plan.schedule in ("one_shot", "none")
-    above = RANKS * part_rows(plan.tile) if plan.schedule == "one_shot" else 0
+    above = RANKS * part_rows(plan.tile, plan.core) if plan.schedule == "one_shot" else 0
     return 2 * (s["m"] + above if apart else s["m"] // RANKS) * s["n"] * WIDTH
 
 
@@ -39,6 +40,10 @@ def of_all_gather(s, plan, options):
     if plan.mechanism == "multimem":
         rows = RANKS * up(s["m"] // RANKS, plan.tile[0])
     slots = 1 if plan.mechanism == "copy_engine" else 2
+    if options.get("scaled") in SCALES:  # a K step of 128 bytes, and scales of whole 128 rows
+        scales, elements = SCALES[options["scaled"]]
+        each = s["m"] // RANKS
+        return 2 * RANKS * up(s["k"], elements) // elements * (each * 128 + up(each, 128) * scales)
     return slots * rows * up(s["k"], plan.tile[2]) * WIDTH
 
 
