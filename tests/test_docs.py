@@ -21,7 +21,8 @@ from tileweave.lang._names import HOST, WORDS
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]\d+)?")
-PREDICTED = re.compile(r"the cost model says [\d.]+ us")  # no measurement: the same everywhere
+# No measurement: the same everywhere.
+PREDICTED = re.compile(r"tile [\dx]+, \d+ stages; the cost model says [\d.]+ us|\d+ tiles? of \d+ x \d+ on \d+ SMs")
 
 
 def blocks(language):
