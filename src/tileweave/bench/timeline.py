@@ -5,8 +5,8 @@ in them. One process per GPU:
 
 Of each launch of a call: its kernel, when it is on the GPU, in microseconds from the first one's start, and the mean
 shares of that time in which each of its roles is busy, waits for flags, and waits for something else. Between launches
-PyTorch's operators run, as those that make a route. The sizes are those of `bench.between` and `bench.between_moe` at
-which a call takes longest beside what transfers nothing.
+PyTorch's operators run, as those that make a route. The sizes are some of `bench.between` and `bench.between_moe` at
+which a call takes at least a quarter longer than what transfers nothing.
 """
 
 import argparse
