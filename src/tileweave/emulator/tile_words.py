@@ -90,8 +90,9 @@ def _reduction(tiles):
     def reduced(input, axis=None, keep_dims=False):
         t = input.t
         if axis is None:
-            return scalar(tiles(t.flatten(), 0, False).item(), t.dtype)
-        return Tile(tiles(t, axis, keep_dims))
+            t, axis = t.flatten(), 0
+        found = tiles(t, axis, keep_dims)
+        return Tile(found) if found.dim() else scalar(found.item(), found.dtype)
 
     return reduced
 
@@ -99,6 +100,11 @@ def _reduction(tiles):
 max = _reduction(lambda t, axis, keep: t.amax(axis, keep))
 min = _reduction(lambda t, axis, keep: t.amin(axis, keep))
 sum = _reduction(lambda t, axis, keep: t.sum(axis, keep, dtype=torch.int32 if t.dtype is torch.bool else t.dtype))
+
+
+def cumsum(input, axis=0):
+    """Sums along an axis of all elements up to each."""
+    return Tile(input.t.cumsum(axis, dtype=input.t.dtype))
 
 
 def _unary(tiles):

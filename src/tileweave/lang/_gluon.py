@@ -112,6 +112,21 @@ def aggregate(cls):
     return made
 
 
+@jit
+def _plus(x, y):
+    return x + y
+
+
+if hasattr(_gl, "cumsum"):
+    cumsum = _gl.cumsum
+else:
+
+    @jit
+    def cumsum(input, axis: constexpr = 0):
+        """Sums along an axis of all elements up to each."""
+        return _gl.associative_scan(input, axis, _plus)
+
+
 @_builtin
 def barrier(_semantic=None):
     """Barrier among the threads of the calling warp partition."""

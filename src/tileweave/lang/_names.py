@@ -10,7 +10,7 @@ WORDS = (
     "grid_dependency_wait", "program_id", "num_programs", "num_warps", "static_range", "static_assert", "cdiv",
     "warp_specialize", "barrier",
     # tiles in registers
-    "arange", "zeros", "full", "where", "maximum", "minimum", "max", "min", "sum", "exp2", "log2",
+    "arange", "zeros", "full", "where", "maximum", "minimum", "max", "min", "sum", "cumsum", "exp2", "log2",
     "convert_layout", "to_tensor", "columns", "pack_pairs", "unpack_pairs",
     # memory
     "load", "store", "atomic_add", "atomic_cas", "atomic_max", "atomic_xchg", "allocate_shared_memory",

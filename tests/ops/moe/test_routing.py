@@ -62,7 +62,7 @@ def test_a_route_is_what_its_words_say(tokens, experts, k, routing, capacity):
         own, name = divided.of(rank)[1] - divided.of(rank)[0], group_name(group)
         index = p.index[rank].t().contiguous().t()  # any strides will do
         route, lists, _ = make_route(name, group, index, p.weight[rank], divided, own, capacity, max(tokens))
-        return route, travel_of(rank, route.row_slot, route.token_slot, lists, align)
+        return route, travel_of(named_fabric(name, index.device), route.row_slot, lists, align)
 
     with tw.virtual_world(world, device="cpu") as virtual:
         routes, travels = zip(*virtual.run(rank_program), strict=True)
@@ -83,7 +83,8 @@ def test_a_route_is_what_its_words_say(tokens, experts, k, routing, capacity):
             assert route.row_slot[place] == source * route.slots + slot
             assert route.row_home[place] == routes[source].home[t, j] == homes[source].index(row)
             assert route.row_weight[place] == p.weight[source][t, j] and routes[source].place[t, j] == place
-            sent = travels[source].send_token[rank], travels[source].send_place[rank]
+            tokens_sent = travels[source].send_token.view(2, world, -1)[0, rank]
+            sent = tokens_sent, travels[source].send_place.view(world, -1)[rank]
             assert [int(each[slot]) for each in sent] == [t, places[rank][first]]
             assert travel.from_row.view(-1)[place] == places[rank][first]
         for d in range(world):

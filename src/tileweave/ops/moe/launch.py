@@ -15,6 +15,7 @@ from tileweave.ops.grouped_matmul.launch import Prepared, as_matrices, like_matr
 from tileweave.ops.moe.check import NAME
 from tileweave.ops.moe.kernel import BLOCK_ROWS, STEPS, moe_dispatch_matmul_kernel
 from tileweave.ops.moe.routing import Experts, Lists
+from tileweave.ops.moe.routing_launch import aligned
 from tileweave.planner import Plan
 from tileweave.planner.moe import most_row_tiles
 from tileweave.planner.tiling import GROUP_ROWS, PART_BYTES, WARPS, part_buffers, part_rows
@@ -33,21 +34,10 @@ class Travel(NamedTuple):
     from_row: torch.Tensor
 
 
-def travel_of(rank: int, row_slot: torch.Tensor, token_slot: torch.Tensor, lists: Lists, align: int) -> Travel:
-    """What travels on a route, to experts whose rows begin at multiples of `align`."""
-    bounds = lists.bounds
-    lacking = (bounds[:, :-1] - bounds[:, 1:]).remainder(align).cumsum(1, dtype=torch.int32)
-    apart = pad(lacking, (2, 0))  # of the experts' rows in front of a bound: the first two are behind none
-
-    def aligned(rows: torch.Tensor, first: int, end: int) -> torch.Tensor:
-        behind = torch.searchsorted(bounds[first:end], rows, right=True)
-        return apart[first:end].gather(1, behind) + rows
-
-    world, own = bounds.shape[0], lists.row_first[None]
-    places = aligned(lists.sends[1, :world], 0, world)
-    sent = (token_slot >= 0).sum(0, dtype=torch.int32)
-    found = lists.sends[0], places, sent, row_slot, aligned(own, rank, rank + 1)
-    return Travel(*(as_words(each) for each in found))
+def travel_of(fabric: Fabric, row_slot: torch.Tensor, lists: Lists, align: int) -> Travel:
+    """What travels on a route, to experts whose rows begin at multiples of `align`. Launches on the current stream."""
+    places, from_row = aligned(fabric, lists, align)
+    return Travel(as_words(lists.sends), places, as_words(lists.sent), as_words(row_slot), from_row)
 
 
 def as_words(x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +120,7 @@ def fused(
         rows_box.at(inbox, most, behind=2), descs[0], descs[-1], made.like_w.at(own[0]),
         made.out.at(target, target.shape[0]), target, offsets, table, channel.flags, channel.flags.stride(0),
         channel.state, channel.timeout_us, max(tokens, 1),
-        *travel_of(fabric.rank, row_slot, token_slot, lists, bm), slots, block_of(slots, plan.comm_sms), rows, most,
+        *travel_of(fabric, row_slot, lists, bm), slots, block_of(slots, plan.comm_sms), rows, most,
         *made.tail,
     )  # fmt: skip
     fabric.launch(moe_dispatch_matmul_kernel, fabric.sms, args, num_warps=WARPS, variant=made.variant)

@@ -5,10 +5,10 @@
     tileweave::moe_row_weight(Tensor topk_weight, Tensor row_weight, Tensor rank, Tensor place, int most,
                                str group_name) -> Tensor
     tileweave::moe_dispatch_matmul(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot,
-                                   Tensor token_slot, Tensor row_first, Tensor sends, Tensor bounds, int experts,
-                                   int slots, int most, bool silu, str group_name, str plan) -> Tensor
+                                   Tensor token_slot, Tensor row_first, Tensor sends, Tensor sent, Tensor bounds,
+                                   int experts, int slots, int most, bool silu, str group_name, str plan) -> Tensor
 
-The first returns what `routing.find_route` does, and nothing in it has a gradient. The second returns row_weight as it
+The first returns what `routing.find_route` says, and nothing in it has a gradient. The second returns row_weight as it
 is, and carries its gradient to topk_weight; rank is one of the first's. Of the third, offsets, row_slot, token_slot and
 slots are fields of a `TokenRoute`, row_first to bounds those of its `Lists`, most is that of its Sizes; `plan` is a
 Plan as JSON, or "" for the planner's.
@@ -24,11 +24,13 @@ import torch
 from torch.nn.functional import pad
 
 from tileweave.fabric import group_size, named_fabric
-from tileweave.ops.contract import Agreement, Like, Site, asks
+from tileweave.ops.contract import Agreement, Like, Site, asks, out_of_reach
 from tileweave.ops.library import LIBRARY, TAGS, register_shape_of_collective
+from tileweave.ops.moe import routing_launch
 from tileweave.ops.moe.check import NAME, check_own, choose, unknown_experts
 from tileweave.ops.moe.launch import fused
 from tileweave.ops.moe.routing import Experts, Lists, find_route, sizes_of, width_of
+from tileweave.ops.moe.routing_launch import fits
 from tileweave.ops.moe.unfused import combine, dispatch
 from tileweave.ops.registration import read_plan
 
@@ -44,8 +46,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     f"{NAME}(Tensor x, Tensor w, Tensor? w_gate, Tensor offsets, Tensor row_slot, Tensor token_slot, "
-    "Tensor row_first, Tensor sends, Tensor bounds, int experts, int slots, int most, bool silu, str group_name, "
-    "str plan) -> Tensor",
+    "Tensor row_first, Tensor sends, Tensor sent, Tensor bounds, int experts, int slots, int most, bool silu, "
+    "str group_name, str plan) -> Tensor",
     tags=TAGS,
 )
 OPERATOR = torch.ops.tileweave.moe_dispatch_matmul.default
@@ -65,7 +67,10 @@ def _run_route(topk_index, topk_weight, experts, own, capacity, max_tokens, grou
         fabric.agree(Agreement(f"{NAME}, its route,", asked, None))
     if fabric.debug and not (topk_index.is_cuda and torch.cuda.is_current_stream_capturing()):  # the host waits for it
         fabric.hold(unknown_experts(topk_index, experts))
-    return find_route(fabric, group_name, topk_index, topk_weight, divided, capacity, max_tokens)
+    asked = topk_index, topk_weight, divided, capacity, max_tokens
+    if out_of_reach(Site.of(fabric), topk_index.device, "topk_index", ()) or not fits(topk_index.shape[1], divided):
+        return find_route(fabric, group_name, *asked)
+    return routing_launch.find_route(fabric, *asked)
 
 
 @register_shape_of_collective("moe_route")
@@ -82,9 +87,9 @@ def _fake_route(topk_index, topk_weight, experts, own, capacity, max_tokens, gro
 
     words = 3 if topk_weight is None else 4
     return [
-        empty(own), empty(world, tokens).t(), empty(), empty(tokens, k, dtype=torch.int64), empty(3, 2, tokens, k),
-        empty(words, width_of(capacity)), empty(2, world + 1, tokens), empty(world, most + 1),
-        torch.empty(4, dtype=torch.int64, device="cpu"),
+        empty(own), empty(world, tokens).t(), empty(), empty(tokens, k, dtype=torch.int64), empty(tokens, k),
+        empty(tokens, k), empty(words, width_of(capacity)), empty(2, world, tokens), empty(world),
+        empty(world, most + 1), torch.empty(4, dtype=torch.int64, device="cpu"),
     ]  # fmt: skip
 
 
@@ -121,7 +126,8 @@ torch.library.register_autograd(
 
 @torch.library.impl(LIBRARY, NAME, "CompositeExplicitAutograd")
 def _run(
-    x, w, w_gate, offsets, row_slot, token_slot, row_first, sends, bounds, experts, slots, most, silu, group_name, plan
+    x, w, w_gate, offsets, row_slot, token_slot, row_first, sends, sent, bounds, experts, slots, most, silu,
+    group_name, plan,
 ):  # fmt: skip
     """The operator's implementation."""
     fabric = named_fabric(group_name, x.device)
@@ -133,7 +139,7 @@ def _run(
         )
         fabric.agree(Agreement(NAME, sizes, chosen.plan))
     if chosen.plan is not None:
-        lists = Lists(row_first, sends, bounds)
+        lists = Lists(row_first, sends, sent, bounds)
         return fused(
             fabric, x, w, w_gate, offsets, row_slot, token_slot, divided, lists, slots, most, silu, chosen.plan
         )
@@ -156,7 +162,8 @@ def _activated(up, gate, silu):
 
 @register_shape_of_collective(NAME)
 def _fake(
-    x, w, w_gate, offsets, row_slot, token_slot, row_first, sends, bounds, experts, slots, most, silu, group_name, plan
+    x, w, w_gate, offsets, row_slot, token_slot, row_first, sends, sent, bounds, experts, slots, most, silu,
+    group_name, plan,
 ):  # fmt: skip
     """The result's shape."""
     return x.new_empty(row_slot.shape[0], w.shape[2])
@@ -186,7 +193,7 @@ def _backward(ctx, grad):
         grad_w = torch.ops.tileweave.grouped_outer.default(rows, grad, offsets)
     if needs_gate:
         grad_w_gate = torch.ops.tileweave.grouped_outer.default(rows, grad_gate, offsets)
-    return grad_x, grad_w, grad_w_gate, *[None] * 12
+    return grad_x, grad_w, grad_w_gate, *[None] * 13
 
 
 def _before_activation(grad, up, gate):

@@ -76,13 +76,15 @@ class Lists(NamedTuple):
     """What the kernel of a dispatch needs beside a route, int32; rows are counted from the first of their rank.
 
     row_first   [R]: the first row of the same token; 0 behind the last row
-    sends       [2, world + 1, T]: by rank and slot the token that is sent, its first row there; what is behind the last
-                slot that is sent, and of rank `world`, may be anything
+    sends       [2, world, T]: by rank and slot the token that is sent, its first row there; what is behind the last
+                slot that is sent may be anything
+    sent        [world]: how many slots are
     bounds      [world, Experts.most + 1]: as that of the route
     """
 
     row_first: torch.Tensor
     sends: torch.Tensor
+    sent: torch.Tensor
     bounds: torch.Tensor
 
 
@@ -143,18 +145,17 @@ def make_route(
     *found, sizes = torch.ops.tileweave.moe_route.default(
         topk_index, weight, experts.total, own, capacity, max_tokens, name
     )
-    offsets, token_slot, dropped, rank, choices, rows, sends, bounds = found
+    offsets, token_slot, dropped, rank, place, home, rows, sends, sent, bounds = found
     size = Sizes(*sizes.tolist()) if capacity is None else sizes_of(world, k, capacity, max_tokens)
-    (home, _), (place, _), _ = choices
     row_first, row_slot, row_home, *row_weights = rows[:, : size.rows]
     row_weight = row_weights[0].view(torch.float32) if row_weights else None
     if topk_weight is not None and topk_weight.requires_grad:
         row_weight = torch.ops.tileweave.moe_row_weight.default(topk_weight, row_weight, rank, place, size.most, name)
     route = TokenRoute(
-        offsets, row_slot - 1, row_home, row_weight, token_slot, place, home, dropped, bounds, size.slots, size.homes,
+        offsets, row_slot, row_home, row_weight, token_slot, place, home, dropped, bounds, size.slots, size.homes,
         experts, group,
     )  # fmt: skip
-    return route, Lists(row_first, sends, bounds), size.most
+    return route, Lists(row_first, sends, sent, bounds), size.most
 
 
 def sizes_of(world: int, k: int, capacity: int, max_tokens: int | None) -> Sizes:
@@ -216,12 +217,11 @@ def find_route(
     capacity: int | None,
     max_tokens: int | None,
 ) -> list[torch.Tensor]:
-    """offsets, token_slot and dropped of a route; `Choices.rank`; of the choices, int32 [3, 2, T, k], homes, places and
-    how many first ones are ahead, of each and of the first one of the same token and rank, -1 where that is dropped; of
-    this rank's rows, int32 [3 or 4, `width_of`], row_first, row_slot + 1, row_home, and the bits of row_weight if there
-    is one; sends and bounds of its Lists; its Sizes as int64 [4] of the host.
+    """offsets, token_slot and dropped of a route; `Choices.rank`; place and home; of this rank's rows, int32 [3 or 4,
+    `width_of`], row_first, row_slot, row_home, and the bits of row_weight if there is one; sends, sent and bounds of
+    its Lists; its Sizes as int64 [4] of the host.
 
-    By few operators: the host's time for them is most of what a dispatch of few tokens takes."""
+    By operators of PyTorch, for a world whose ranks no kernel reaches; elsewhere routing_launch.py has the same."""
     world, own, (tokens, k) = experts.world, choices_of(topk_index, experts), topk_index.shape
     ahead = own.firsts[own.starts[:: experts.most]]  # first ones ahead of each rank's
     told = own.starts if capacity is not None else torch.cat([own.starts, ahead])
@@ -252,18 +252,23 @@ def find_route(
     slots = slot.new_full((world + 1, tokens), -1).scatter_(0, own.rank.t(), slot.t())
     sends = slot.new_zeros(2, world + 1, tokens)
     sends[:, own.rank, slot] = words[:2]  # where some token has no slot the last one is nobody's
-    sent = words.new_zeros(world + 1, words.shape[0] - 1, width_of(size.most))
-    sent[own.rank, :, place] = words[1:].permute(1, 2, 0)
-    got = torch.ops.tileweave.all_to_all.default(sent[:-1], name, 0, 0)
+    slots = slots[:world]
+    told = words.new_zeros(world + 1, words.shape[0] - 1, width_of(size.most))
+    told[own.rank, :, place] = words[1:].permute(1, 2, 0)
+    got = torch.ops.tileweave.all_to_all.default(told[:-1], name, 0, 0)
+    rows = got.sum(0, dtype=torch.int32)  # a row is of one rank
+    rows[1] -= 1
     first, end = experts.of(fabric.rank)
     return [
         bounds[fabric.rank, 1 : end - first + 1].clamp(max=size.rows),
-        slots[:world].t(),
+        slots.t(),
         dropped,
         own.rank,
-        found,
-        got.sum(0, dtype=torch.int32),  # a row is of one rank
-        sends,
+        place,
+        home,
+        rows,
+        sends[:, :world].contiguous(),
+        (slots >= 0).sum(1, dtype=torch.int32),
         bounds,
         torch.tensor(size),
     ]
