@@ -17,3 +17,14 @@ COMBINE_VARIANTS = {
     "combine, tall": ("bfloat16", 2, True, True, ((256, 128, 64), 4)),
     "combine, one multiplier": ("bfloat16", 3, True, False, ((64, 256, 64), 5)),
 }
+
+# dtype of choices, world, experts, choices of a token, dtype of weights or None, which of the kernels in order
+ROUTE_VARIANTS = {
+    f"route, {kind}, {name}": (*made, which)
+    for kind, made in (
+        ("eight ranks", ("int64", 8, 256, 8, "float32")),
+        ("two ranks", ("int32", 2, 9, 1, None)),
+        ("many experts", ("int64", 8, 8192, 16, "bfloat16")),
+    )
+    for which, name in enumerate(("count", "exchange", "send", "lacking", "align"))
+}

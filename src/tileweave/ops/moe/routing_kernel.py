@@ -160,7 +160,8 @@ def exchange_counts_kernel(
     flags = gl.Flags(flags_ptr, flags_stride, rank, WORLD, timeout_us)
     epoch = gl.load(state + EPOCH) + 1
     numbered = WORLD * most
-    e = gl.arange(0, EXPERTS, gl.SliceLayout(0, L))
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    e, column = gl.arange(0, EXPERTS, LINE), gl.arange(0, EXPERTS, gl.SliceLayout(0, L))
     source = gl.arange(0, SOURCES, gl.SliceLayout(1, L))
     slot = slots + (epoch & 1) * (2 * numbered * WORLD)
     for to in range(WORLD):
@@ -174,17 +175,17 @@ def exchange_counts_kernel(
     gl.signal_all(flags, rank, epoch)
     met = gl.wait_all(flags, 0, WORLD, epoch)
     slot += rank.to(gl.int64) * slots_stride
-    there = (source < WORLD)[:, None] & (e < most)[None, :] & met
+    there = (source < WORLD)[:, None] & (column < most)[None, :] & met
     choices, sent = source * 0, source * 0
     kept_before, own_before = gl.to_tensor(0), gl.to_tensor(0)
     leaders_before = gl.load(sums + numbered * chunks - 1)
     for to in range(WORLD):
-        at = slot + source[:, None] * 2 * numbered + (to * most + e)[None, :]
+        at = slot + source[:, None] * 2 * numbered + (to * most + column)[None, :]
         counts = gl.load(at, mask=there, other=0)
         leading = gl.load(at + numbered, mask=there, other=0)
-        total = gl.sum(counts, 0)
-        mine = gl.sum(gl.where(source[:, None] == rank, counts, 0), 0)
-        before = gl.sum(gl.where(source[:, None] < rank, counts, 0), 0)
+        total = gl.convert_layout(gl.sum(counts, 0), LINE)
+        mine = gl.convert_layout(gl.sum(gl.where(source[:, None] == rank, counts, 0), 0), LINE)
+        before = gl.convert_layout(gl.sum(gl.where(source[:, None] < rank, counts, 0), 0), LINE)
         end = gl.cumsum(total, 0)
         row = end - total + before
         kept = gl.minimum(gl.maximum(capacity - row, 0), mine)
