@@ -62,11 +62,10 @@ def test_fake_tensors_have_the_results_shapes():
         with FakeTensorMode():
             index, x, w = torch.zeros(6, 3).long(), torch.zeros(6, 24).half(), torch.zeros(4, 24, 16).half()
             fields = ops.moe_route.default(index, torch.zeros(6, 3), 8, 4, 30, 6, name)
-            offsets, token_slot, _, owner, choices, rows, *lists, _ = fields
+            offsets, token_slot, _, owner, place, home, rows, *lists, _ = fields
             shapes = [list(each.shape) for each in fields]
-            assert shapes[:5] == [[4], [6, 2], [], [6, 3], [3, 2, 6, 3]]
-            assert shapes[5:] == [[4, 32], [2, 3, 6], [2, 5], [4]]
-            (home, _), (place, _), _ = choices
+            assert shapes[:6] == [[4], [6, 2], [], [6, 3], [6, 3], [6, 3]]
+            assert shapes[6:] == [[4, 32], [2, 2, 6], [2], [2, 5], [4]]
             row_first, row_slot, row_home, weight = rows[:, :30]
             lists = row_first, *lists
             assert ops.moe_row_weight.default(torch.zeros(6, 3), weight, owner, place, 30, name).shape == (30,)
@@ -88,15 +87,15 @@ def test_the_operators_keep_pytorchs_rules():
     asked = p.index[0], p.weight[0], 4, 4, 20, 6, name
     torch.library.opcheck(ops.moe_route.default, asked)
     torch.library.opcheck(ops.moe_route.default, (p.index[0], None, *asked[2:]))
-    *_, owner, choices, rows, sends, bounds, _ = ops.moe_route.default(*asked)
+    *_, owner, place, _, rows, sends, sent, bounds, _ = ops.moe_route.default(*asked)
     row_first = rows[0, :20]
-    weighted = p.weight[0].clone().requires_grad_(), route.row_weight, owner, choices[1, 0], 20, name
+    weighted = p.weight[0].clone().requires_grad_(), route.row_weight, owner, place, 20, name
     torch.library.opcheck(ops.moe_row_weight.default, weighted)
     x, w, gate, down, h, weight = (
         each.clone().requires_grad_() for each in (p.x[0], p.w, p.gate, p.down, h, route.row_weight)
     )
     r = route
-    lists = r.offsets, r.row_slot, r.token_slot, row_first, sends, bounds, 4, r.slots
+    lists = r.offsets, r.row_slot, r.token_slot, row_first, sends, sent, bounds, 4, r.slots
     loose = dict(atol=1e-1, rtol=1e-1)
     torch.library.opcheck(ops.moe_dispatch_matmul.default, (x, w, gate, *lists, 20, False, name, ""), **loose)
     lists = r.offsets, r.row_slot, r.row_home, r.token_slot, r.home, r.slots, r.homes, 4

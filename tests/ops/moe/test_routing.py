@@ -7,10 +7,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tileweave as tw
 from tests.ops.moe.problems import problem
 from tileweave.fabric import group_name, named_fabric
+from tileweave.ops.moe import routing_launch
 from tileweave.ops.moe.launch import travel_of
 from tileweave.ops.moe.routing import Experts, find_route, make_route
 
-MOST_OPERATORS = {"route": 47, "exchanges": 2, "around it": 1, "travel": 12}  # without views, which launch nothing
+MOST = {"route": (15, 3), "travel": (3, 2)}  # operators of PyTorch but for views, which launch nothing, and launches
 
 
 class Counted(TorchDispatchMode):
@@ -24,6 +25,24 @@ class Counted(TorchDispatchMode):
         self.count += not func.is_view
         self.exchanges += func.namespace == "tileweave"
         return func(*args, **(kwargs or {}))
+
+
+class Launched:
+    """Counts the launches of a fabric within."""
+
+    def __init__(self, fabric):
+        self.fabric, self.count, self.launch = fabric, 0, fabric.launch
+
+    def __enter__(self):
+        self.fabric.launch = self
+        return self
+
+    def __call__(self, *args, **options):
+        self.count += 1
+        return self.launch(*args, **options)
+
+    def __exit__(self, *_):
+        self.fabric.launch = self.launch
 
 
 def rows_of(index, experts, rank):
@@ -104,9 +123,8 @@ def test_the_way_back_asks_for_no_operator_of_its_own():
     assert counted.count == 0
 
 
-def test_a_route_takes_few_operators():
-    """They are most of what a decoding step takes. Experts that the world divides take 3 fewer; two are exchanges, for
-    which ranks meet."""
+def test_a_route_takes_few_launches():
+    """They are most of what a decoding step takes."""
     p, experts = problem([12, 9], 9, 4), Experts(9, 2)
 
     def rank_program(rank, group):
@@ -114,14 +132,56 @@ def test_a_route_takes_few_operators():
         with Counted() as counted:
             route, lists, _ = make_route(name, group, p.index[rank], p.weight[rank], experts, 5 - rank, 64, 12)
         found["around it"] = counted.count - counted.exchanges  # of which the route is the only one
-        with Counted() as counted:
-            find_route(fabric, name, p.index[rank], p.weight[rank], experts, 64, 12)
-        found["route"], found["exchanges"] = counted.count, counted.exchanges
-        with Counted() as counted:
-            travel_of(rank, route.row_slot, route.token_slot, lists, 64)
-        found["travel"] = counted.count
+        for what, call in (
+            ("route", lambda: routing_launch.find_route(fabric, p.index[rank], p.weight[rank], experts, 64, 12)),
+            ("travel", lambda: travel_of(fabric, route.row_slot, lists, 64)),
+        ):
+            with Counted() as counted, Launched(fabric) as launched:
+                call()
+            found[what] = counted.count, launched.count
         return found
 
     with tw.virtual_world(2, device="cpu") as world:
         for found in world.run(rank_program):
-            assert all(0 < found[what] <= most for what, most in MOST_OPERATORS.items()), found
+            assert found["around it"] <= 1, found
+            for what, most in MOST.items():
+                assert all(0 < n <= m for n, m in zip(found[what], most, strict=True)), found
+
+
+@pytest.mark.parametrize("capacity", [None, 9, 40])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_kernels_and_operators_make_the_same_route(capacity, weighted):
+    """Several chunks of choices, calls of other experts and choices in turn."""
+    problems = [problem([90, 0, 31], experts, k, seed=k) for experts, k in ((7, 3), (40, 8), (3, 1), (9, 5))]
+
+    def rank_program(rank, group):
+        name, found = group_name(group), []
+        for p, experts in zip(problems, (7, 40, 3, 9), strict=True):
+            weight = p.weight[rank] if weighted else None
+            asked = p.index[rank].int(), weight, Experts(experts, 3), capacity, 90
+            fabric = named_fabric(name, p.index[rank].device)
+            found.append((find_route(fabric, name, *asked), routing_launch.find_route(fabric, *asked)))
+        return found
+
+    with tw.virtual_world(3, device="cpu") as world:
+        for found in world.run(rank_program):
+            for theirs, ours in found:
+                *_, rows, sends, sent, _, sizes = theirs
+                assert torch.equal(sizes, ours[-1])
+                there = torch.arange(sends.shape[2]) < sent[:, None]
+                for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+                    if a is rows:
+                        a, b = a[:, : sizes[0]], b[:, : sizes[0]]
+                    if a is sends:
+                        a, b = a[:, there], b[:, there]
+                    assert a.dtype == b.dtype and torch.equal(a, b), i
+
+
+def test_choices_that_no_kernel_has_room_for():
+    """More of a token than a chunk has are routed by operators."""
+    assert routing_launch.fits(128, Experts(512, 2)) and not routing_launch.fits(129, Experts(512, 2))
+    assert not routing_launch.fits(1, Experts(64 * 1024, 64))
+    index = torch.stack([torch.randperm(200)[:130] for _ in range(3)])
+    x, w = torch.randn(3, 64).bfloat16(), torch.randn(200, 64, 64).bfloat16()
+    y, route = tw.moe_dispatch_matmul(x, index, w)
+    assert y.shape[0] == 390 and route.offsets[-1] == 390

@@ -11,7 +11,7 @@ The fourth one finds where rows lie if experts begin at multiples of a tile.
 |---|---|---|---|---|
 | table | `count_choices_kernel` | `exchange_counts_kernel`, `send_rows_kernel` | kernel boundaries | the call's own |
 | flags[d][r] = epoch, counts | rank r, its counts lie in rank d's slot | rank d | release / acquire, sys | monotonic |
-| slot epoch % 2 of the counts | `exchange_counts_kernel` of all ranks | that of the slot's rank | flags | written again in call e + 2, by a rank that all have told of call e + 1, hence ended call e |
+| slot epoch % 2 of the counts, half of the memory whatever a call needs | `exchange_counts_kernel` of all ranks | that of the slot's rank | flags | written again in call e + 2, by a rank that all have told of call e + 1, hence ended call e |
 | flags[d][r] = epoch, rows | the last CTA of rank r, its rows for d lie in d's slot | CTAs of rank d | release / acquire, sys | monotonic |
 | slot of the rows | `send_rows_kernel` of all ranks, places of their own | that of the slot's rank | flags | written again by a rank that has met all others in an exchange of counts, which follows their last reading |
 | state[DONE] | every CTA of `send_rows_kernel`, its rows sent and the epoch read | nobody; the last one tells all ranks | acq_rel, gpu | the last one puts it back to 0 |
@@ -24,6 +24,7 @@ from tileweave import lang as gl
 from tileweave.tiles.matmul import DONE, EPOCH
 
 CHUNK = gl.constexpr(128)  # choices
+COUNTS = gl.constexpr(1024)  # that are sent at once
 WORDS = gl.constexpr(4)  # of a row: the first row of its token, the token's slot, home, weight
 
 
@@ -128,21 +129,11 @@ def ahead_of(sums, i, inside):
     return gl.load(sums + i - 1, mask=inside & (i > 0), other=0)
 
 
-@gl.jit(
-    do_not_specialize=[
-        "rank",
-        "flags_stride",
-        "timeout_us",
-        "slots_stride",
-        "total",
-        "most",
-        "capacity",
-        "chunks",
-        "own",
-    ]
-)
+@gl.jit(do_not_specialize=[
+    "rank", "slots_stride", "slot_words", "flags_stride", "timeout_us", "most", "chunks", "capacity", "own",
+])  # fmt: skip
 def exchange_counts_kernel(
-    rank, sums, slots, slots_stride, flags_ptr, flags_stride, state, timeout_us, most, chunks, capacity, own, firsts, bounds, offsets,
+    rank, sums, slots, slots_stride, slot_words, flags_ptr, flags_stride, state, timeout_us, most, chunks, capacity, own, firsts, bounds, offsets,
     told, WORLD: gl.constexpr, SOURCES: gl.constexpr, EXPERTS: gl.constexpr,
 ):  # fmt: skip
     """Of the running sums of `count_choices_kernel`'s table, of `most` experts a rank, what all ranks make of them together.
@@ -163,14 +154,13 @@ def exchange_counts_kernel(
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     e, column = gl.arange(0, EXPERTS, LINE), gl.arange(0, EXPERTS, gl.SliceLayout(0, L))
     source = gl.arange(0, SOURCES, gl.SliceLayout(1, L))
-    slot = slots + (epoch & 1) * (2 * numbered * WORLD)
-    for to in range(WORLD):
-        for part in range(2):
-            n = (part * WORLD + to) * most + e
-            count = ahead_of(sums, (n + 1) * chunks, e < most) - ahead_of(sums, n * chunks, e < most)
-            for peer in range(WORLD):
-                where = (rank * 0 + peer).to(gl.int64) * slots_stride + rank * 2 * numbered + n
-                gl.store(slot + where, count, mask=e < most)
+    slot = slots + (epoch & 1) * slot_words
+    for begin in range(0, 2 * numbered, COUNTS):
+        n = begin + gl.arange(0, COUNTS, LINE)
+        inside = n < 2 * numbered
+        count = ahead_of(sums, (n + 1) * chunks, inside) - ahead_of(sums, n * chunks, inside)
+        for peer in range(WORLD):
+            gl.store(slot + (rank * 0 + peer).to(gl.int64) * slots_stride + rank * 2 * numbered + n, count, mask=inside)
     gl.barrier()
     gl.signal_all(flags, rank, epoch)
     met = gl.wait_all(flags, 0, WORLD, epoch)

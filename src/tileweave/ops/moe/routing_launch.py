@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from tileweave.fabric import Fabric, Variant
-from tileweave.ops.descriptors import in_one_piece, parallel_view
+from tileweave.ops.descriptors import in_one_piece
 from tileweave.ops.moe.routing import FAR, Experts, Lists, Sizes, sizes_of, width_of
 from tileweave.ops.moe.routing_kernel import (
     CHUNK,
@@ -84,7 +84,7 @@ def find_route(
     channel = fabric.channel(COUNTS, 0, 8 * numbered * world)
     slots = channel.staging.view(torch.int32)
     args = (
-        rank, sums, slots, slots.stride(0), channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, most,
+        rank, sums, slots, slots.stride(0), slots.shape[1] // 2, channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, most,
         chunks, limit, end - first, firsts, bounds, offsets, told, world, power(world), power(most),
     )  # fmt: skip
     fabric.launch(exchange_counts_kernel, 1, args, num_warps=WARPS, variant=made.exchange)
