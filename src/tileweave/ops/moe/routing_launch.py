@@ -37,9 +37,9 @@ def fits(k: int, experts: Experts) -> bool:
 class Variants(NamedTuple):
     """The kernels of calls that Triton compiles alike."""
 
-    count: Variant
+    counting: Variant
     exchange: Variant
-    send: Variant
+    sending: Variant
 
 
 @lru_cache(maxsize=256)
@@ -75,19 +75,20 @@ def find_route(
 
     zeros = torch.zeros(before + 2 * numbered * chunks, dtype=torch.int32, device=device)
     sent, table = zeros[:world], zeros[before:]
-    args = index, table, *split, *constants
-    fabric.launch(count_choices_kernel, fabric.sms, args, num_warps=PAIR_WARPS, variant=made.count)
+    counting = index, table, *split, *constants
+    fabric.launch(count_choices_kernel, fabric.sms, counting, num_warps=PAIR_WARPS, variant=made.counting)
     sums = table.cumsum(0, dtype=torch.int32)
     firsts, bounds, told = words(3, numbered), words(world, most + 1), words(3 + world)
     first, end = experts.of(rank)
     offsets, limit = words(end - first), FAR if capacity is None else capacity
     channel = fabric.channel(COUNTS, 0, 8 * numbered * world)
     slots = channel.staging.view(torch.int32)
-    args = (
-        rank, sums, slots, slots.stride(0), slots.shape[1] // 2, channel.flags, channel.flags.stride(0), channel.state, channel.timeout_us, most,
-        chunks, limit, end - first, firsts, bounds, offsets, told, world, power(world), power(most),
+    exchange = (
+        rank, sums, slots, slots.stride(0), slots.shape[1] // 2, channel.flags, channel.flags.stride(0), channel.state,
+        channel.timeout_us, most, chunks, limit, end - first, firsts, bounds, offsets, told, world, power(world),
+        power(most),
     )  # fmt: skip
-    fabric.launch(exchange_counts_kernel, 1, args, num_warps=WARPS, variant=made.exchange)
+    fabric.launch(exchange_counts_kernel, 1, exchange, num_warps=WARPS, variant=made.exchange)
     size = exact_sizes(rank, told) if capacity is None else sizes_of(world, k, capacity, max_tokens)
     channel = fabric.channel(ROWS, 0, -(-size.most * WORDS.value * 4 // 2))  # both halves are one slot
     slots = channel.staging.view(torch.int32)
@@ -96,12 +97,12 @@ def find_route(
     token_slot = torch.full((world, tokens), -1, dtype=torch.int32, device=device)
     rows = words(WORDS.value if weighted else WORDS.value - 1, width_of(size.most))
     weight = index if topk_weight is None else some(topk_weight.float().view(torch.int32))
-    args = (
+    sending = (
         rank, index, weight, sums, firsts, bounds, slots, slots.stride(0), channel.flags, channel.flags.stride(0),
-        channel.state, channel.timeout_us, some(owner), some(place), some(home), some(token_slot), some(sends), sent, rows, *split,
-        size.slots, size.most, size.rows, rows.shape[1], *constants, weighted,
+        channel.state, channel.timeout_us, some(owner), some(place), some(home), some(token_slot), some(sends), sent,
+        rows, *split, size.slots, size.most, size.rows, rows.shape[1], *constants, weighted,
     )  # fmt: skip
-    fabric.launch(send_rows_kernel, fabric.sms, args, num_warps=PAIR_WARPS, variant=made.send)
+    fabric.launch(send_rows_kernel, fabric.sms, sending, num_warps=PAIR_WARPS, variant=made.sending)
     found = offsets, token_slot.t(), told[0], owner, place, home, rows, sends, sent, bounds
     return [*found, torch.tensor(size)]
 
@@ -131,11 +132,11 @@ def aligned(fabric: Fabric, lists: Lists, align: int) -> tuple[torch.Tensor, tor
     sizes = world * most, max(world * tokens, 1), max(rows, 1)
     apart, places, from_row = (lists.bounds.new_empty(n) for n in sizes)
     lacking, align_rows = align_variants(world, power(most), align, apart.device)
-    args = lists.bounds, apart, most, world, power(most), align
-    fabric.launch(lacking_kernel, 1, args, num_warps=WARPS, variant=lacking)
+    bounds = lists.bounds, apart, most, world, power(most), align
+    fabric.launch(lacking_kernel, 1, bounds, num_warps=WARPS, variant=lacking)
     args = (
-        fabric.rank, some(lists.sends), some(lists.sent), some(lists.row_first), lists.bounds, apart, places, from_row, tokens, rows,
-        most, world, power(most),
+        fabric.rank, some(lists.sends), some(lists.sent), some(lists.row_first), lists.bounds, apart, places, from_row,
+        tokens, rows, most, world, power(most),
     )  # fmt: skip
     fabric.launch(align_rows_kernel, fabric.sms, args, num_warps=WARPS, variant=align_rows)
     return places, from_row
