@@ -51,7 +51,7 @@ def advance(book: dict[str, Any], op: str, count: int, processes: int = 1) -> st
         seeds = f"{op}, seeds from {first}: {report.schedules} of {count} have ended"
         return report.story or "; ".join([seeds, *report.too_small])
     before = book[op]["seconds"] if first else 0.0
-    seconds = round(before + time.process_time() + _of_children() - start, 1)
+    seconds = round(before + time.process_time() + _of_children() - start, 3)
     ran = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
     book[op] = {"schedules": first + count, "seconds": seconds, **ran, **_problem(op)}
     return ""
